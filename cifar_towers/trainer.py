@@ -89,10 +89,12 @@ def train(
     setup_devices = functools.partial(devices.setup_devices, config, cluster)
     with coordination.connect(cluster, setup_devices, config.worker_wait_seconds, shutdown) as (workers, hardware):
         source, dataset = build.load_data(config, source)
-        workers.assert_equal(shared_values(config, dataset, hardware.precision, len(hardware.local_towers)))
+        if cluster:
+            workers.assert_equal(shared_values(config, dataset, hardware.precision, len(hardware.local_towers)))
         again = "the same command" + " without --overwrite" * config.overwrite  # which would delete the run
+        explained = explained_errors(config, hardware.towers)  # by the command: a restart does not overwrite again
         config = workdir.choose_directory(config, source.banner, launch_id)
-        with coordination.worker_train_dir(workers, config.train_dir) as own, explained_errors(config, hardware.towers):
+        with coordination.worker_train_dir(workers, config.train_dir) as own, explained:
             config = dataclasses.replace(config, train_dir=own)
             named = [load_object("callback", config.callback)] if config.callback and workers.is_chief else []
             callbacks = [*callbacks, *named] if workers.is_chief else []

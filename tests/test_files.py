@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from cifar_towers import files
-from cifar_towers.errors import DataError, RunError
+from cifar_towers.errors import DataError
 
 ROOT = Path(__file__).parents[1]
 CONTENT = {"weights.bin": bytes(range(256)) * 40, "metadata.json": b'{"step": 2}', "empty": b""}
@@ -159,7 +159,7 @@ def test_a_file_that_cannot_be_read_now_is_not_called_damaged(tmp_path, monkeypa
     directory = committed(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(files, "sha256", Mock(side_effect=OSError(5, "Input/output error")))
-        with pytest.raises(RunError, match=r"step-2/empty cannot be read \(Input/output error\); nothing was changed"):
+        with pytest.raises(OSError, match="Input/output error"):
             files.validate(directory)
     (directory / files.MANIFEST).unlink()
     (directory / files.MANIFEST).mkdir()

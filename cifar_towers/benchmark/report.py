@@ -207,8 +207,8 @@ def write_report(
 
 
 EXPLANATION = (
-    "All cases make the recipe's update of mid-run on one batch of its size. The exception is Keras 'fit': it uses "
-    "momentum SGD and images augmented in advance. "
+    "Every case makes the recipe's update, as in the middle of a run, on batches of the recipe's size. Only Keras "
+    "'fit' differs: it uses momentum SGD and images augmented in advance. "
     "Images/s are the median over rounds after compilation. Each round runs all cases in a new order; n is rounds x "
     "timed steps per round. 'no exchange' means independent towers with variables of their own, an upper bound for "
     "towers. 'stream' prepares the recipe's batches while the step runs; the other cases repeat one batch. Efficiency "

@@ -50,7 +50,7 @@ def latest_checkpoint(train_dir: Path) -> Path | None:
     while existing := list_checkpoints(train_dir):
         damages: dict[Path, str] = {}
         for checkpoint in reversed(existing):
-            if not (damage := validate_checkpoint(checkpoint)):
+            if not (damage := describe_damage(checkpoint)):
                 for damaged_one in filter(Path.exists, damages):
                     log.warning("%s is damaged (%s); %s is taken", damaged_one, damages[damaged_one], checkpoint.name)
                 return checkpoint
@@ -79,7 +79,7 @@ def find_checkpoint(train_dir: Path, step: int = 0) -> Path:
     if not checkpoint.exists():
         steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in list_checkpoints(train_dir)) or "none"
         raise UsageError(f"{train_dir} has no checkpoint of step {step}; those it has are of: {steps}")
-    if damage := validate_checkpoint(checkpoint):
+    if damage := describe_damage(checkpoint):
         raise DataError(f"{checkpoint} is damaged ({damage}); give another --step")
     return checkpoint
 
@@ -99,7 +99,7 @@ def validate_checkpoint(checkpoint: Path) -> str:
     """Return how a checkpoint is damaged or misplaced, in words; an empty string if it is intact.
 
     Raises:
-      UsageError: an earlier version of this project wrote the checkpoint. RunError: a file cannot be read now.
+      UsageError: an earlier version of this project wrote the checkpoint. OSError: a file cannot be read now.
     """
     if damage := files.validate(checkpoint):
         return damage
@@ -108,6 +108,14 @@ def validate_checkpoint(checkpoint: Path) -> str:
     except DataError as error:
         return str(error)
     return "" if checkpoint_path(checkpoint.parents[1], step) == checkpoint else f"it is of step {step}"
+
+
+def describe_damage(checkpoint: Path) -> str:
+    """Return what `validate_checkpoint` returns, or why the checkpoint cannot be read now."""
+    try:
+        return validate_checkpoint(checkpoint)
+    except OSError as error:
+        return f"it cannot be read: {error_text(error)}"
 
 
 def read_metadata(checkpoint: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from cifar_towers import files
 from cifar_towers.checkpointing.checkpoint import (
     Variables,
     checkpoint_path,
+    describe_damage,
     first_nonfinite,
     initialize_variables,
     latest_checkpoint,
@@ -125,18 +126,24 @@ class CheckpointManager:
         """Remove what killed saves left; rename and log damaged checkpoints. Return the others, oldest first.
 
         Raises:
-          RunError: something cannot be read now, or not be removed or renamed.
+          RunError: the newest checkpoint cannot be read now, or something cannot be removed or renamed.
         """
-        directory = self.train_dir / CHECKPOINTS_DIR
-        undamaged = []
+        directory, damages, unreadable = self.train_dir / CHECKPOINTS_DIR, {}, {}
+        for checkpoint in list_checkpoints(self.train_dir):
+            try:
+                damages[checkpoint] = validate_checkpoint(checkpoint)
+            except OSError as error:
+                unreadable[checkpoint] = error_text(error)
+        undamaged = [checkpoint for checkpoint, damage in damages.items() if not damage]
+        for checkpoint, reason in unreadable.items():
+            if not undamaged or checkpoint > undamaged[-1]:
+                raise RunError(f"{checkpoint} cannot be read ({reason}); try again, or move it away if this lasts")
+            self.log(f"{checkpoint} cannot be read ({reason}); it is left as it is")
         try:
             files.sweep(directory)
-            for checkpoint in list_checkpoints(self.train_dir):
-                if damage := validate_checkpoint(checkpoint):
-                    renamed = files.quarantine(checkpoint).name
-                    self.log(f"{checkpoint} is damaged ({damage}): set aside as {renamed}")
-                else:
-                    undamaged.append(checkpoint)
+            for checkpoint in filter(damages.get, damages):
+                renamed = files.quarantine(checkpoint).name
+                self.log(f"{checkpoint} is damaged ({damages[checkpoint]}): set aside as {renamed}")
         except OSError as error:
             place, reason = error.filename or directory, error_text(error)
             raise RunError(f"{place} cannot be put in order ({reason}); make it writable, then try again") from error
@@ -167,7 +174,7 @@ class CheckpointManager:
         return self._on_all_workers(lambda: self._roll_back(last_good_step, rollbacks))
 
     def _roll_back(self, last_good_step: int, rollbacks: int) -> dict[str, Any] | None:
-        undamaged = [path for path in list_checkpoints(self.train_dir) if not validate_checkpoint(path)]
+        undamaged = [path for path in list_checkpoints(self.train_dir) if not describe_damage(path)]
         steps = [step for path in undamaged if (step := read_metadata(path)["step"]) <= last_good_step]
         if not steps:
             return None

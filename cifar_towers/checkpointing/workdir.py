@@ -144,7 +144,7 @@ def check_is_own(config: TrainConfig) -> None:
     elif (directory / files.RESULT).exists() and not config.overwrite:
         raise UsageError(
             f"{directory} holds the result of a run, and no checkpoint to resume from; put its {CHECKPOINTS_DIR}/ "
-            "back, or give another --train_dir, or --overwrite to start again in this one"
+            f"back, or delete it by runs.py --delete {directory}, or give another --train_dir"
         )
 
 

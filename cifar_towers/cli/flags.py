@@ -181,7 +181,8 @@ class _NumberOrWord(flags.ArgumentParser):
     def parse(self, argument: str | float) -> float:
         word = self.words.get(str(argument))
         number = self.numbers.parse(argument) if word is None else word
-        if word is None and isinstance(number, float) and number in self.words.values():  # 0 micro-batches are accepted
+        # a whole number may be given in place of its word
+        if word is None and isinstance(number, float) and number in self.words.values():
             raise ValueError(f"{number:g} is not possible; give a larger number, or {', '.join(self.words)}")
         return number
 

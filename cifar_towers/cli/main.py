@@ -205,7 +205,7 @@ def evaluate(shutdown: ShutdownHandler) -> None:
     evaluate.py --train_dir=runs/speed94-seed0 --corruptions='*_3'
 
     NLL is the negative log likelihood, ECE the expected calibration error. With --tta both are of the mean logits.
-    The table's column "most often taken for" names, for each class, the class it is most often confused with.
+    The table's column "most often taken for" names, for each class, the wrong class that most of its images get.
     --json adds the confusion matrix: rows are true classes, columns predicted ones.
     """
     config = start_tool(programs.EvaluateConfig, evaluate, shutdown, "nothing was changed")

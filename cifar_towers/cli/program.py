@@ -56,8 +56,8 @@ def run(body: Body) -> int:
     except BrokenPipeError:
         code = RunError.exit_code
     except PermissionError as error:
-        print(error_line(UsageError(f"{error}; give another path, or change its permissions")), file=sys.stderr)
-        code = UsageError.exit_code
+        print(error_line(RunError(f"{error}; give another path, or change its permissions")), file=sys.stderr)
+        code = RunError.exit_code
     except SystemExit as error:  # from --help
         code = error.code if isinstance(error.code, int) else RunError.exit_code
     except Exception:

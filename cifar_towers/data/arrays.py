@@ -134,8 +134,8 @@ def _check_labels(name: str, labels: np.ndarray, count: int) -> list[int | str]:
         kind = "str" if labels.dtype.kind == "S" else "int64"
         raise ValueError(f"{name} is {labels.dtype}, and must be whole numbers or text; save {name}.astype('{kind}')")
     if labels.dtype.kind == "i" and labels.min() < 0:
-        problem = f"has images without a class (label {labels.min()})"
-        raise ValueError(f"{name} {problem}, which can be neither trained on nor scored; leave them out")
+        advice = "number the classes from 0, and leave out images without a class"
+        raise ValueError(f"{name} has the label {labels.min()}; {advice}")
     return labels.reshape(count).tolist()
 
 

@@ -20,10 +20,6 @@ COLUMNS = {  # names of columns in the first line, in upper or lower case
     "split": ("split", "subset", "set"),
 }
 SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}
-PLACES = {  # split of a row -> folders beside the table where its file may be, and the table's own
-    **{split: ("", *names, "images", f"{split}_images") for split, names in SPLIT_NAMES.items()},
-    ALL: ("", "train", "images", "train_images"),
-}
 MAX_LISTED = 3  # wrong rows in one error message
 
 
@@ -44,12 +40,13 @@ def scan(table: Path) -> OwnData:
         columns, width, separator = _read_header(lines.readline())
         rows = csv.reader(lines, delimiter=separator)
         list_names = functools.cache(_list_names)  # to look a file up costs much on some file systems
+        list_places = functools.cache(functools.partial(_list_places, table.parent))
         for row in filter(any, rows):
             line = f"line {rows.line_num + 1}"
             cells = {name: row[index].strip() if index < len(row) else "" for name, index in columns.items()}
             file, label, name = cells["file"], cells["label"], cells.get("split", ALL)
             split = split_of.get(name.lower())
-            find = functools.partial(_find_image, table.parent, PLACES[split or ALL], file, list_names)
+            find = functools.partial(_find_image, table.parent, list_places(split or ALL), file, list_names)
             path = find()
             problem = hint = ""
             if "".join(row[width:]).strip() or (path and len(row) < width):
@@ -106,6 +103,15 @@ def _read_header(line: str) -> tuple[dict[str, int], int, str]:
     if columns and (others := [name for index, name in enumerate(names) if index not in columns.values()]):
         advice = f"rename {' or '.join(others)} to {missing[0]}"
     raise ValueError(f"its first line, {line.strip()[:40]}, must name {needed}; {advice}")
+
+
+def _list_places(root: Path, split: str) -> tuple[str, ...]:
+    """Return where files of a split may be: the table's folder and some in it, of train if the split has none."""
+    owner = "train" if split == ALL else split
+    own = (*SPLIT_NAMES[owner], f"{owner}_images")
+    if not any((root / name).is_dir() for name in own):
+        own = ("train", "train_images")
+    return "", *own[:-1], "images", own[-1]
 
 
 def _find_image(

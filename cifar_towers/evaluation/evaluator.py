@@ -135,11 +135,12 @@ def make_classify_fn(
         num_shares = workers.size if len(images) >= workers.size else 1  # if 1, every worker classifies all
         index = workers.index % num_shares
         share = images[len(images) * index // num_shares : len(images) * (index + 1) // num_shares]
-        outputs = None
-        while outputs is None:
+        while True:
             try:
                 outputs = classify_share(share, weights, non_trainable, tta)
+                break
             except tf.errors.ResourceExhaustedError:
+                max_pixels = min(max_pixels, math.prod(share.shape[:3]))
                 if max_pixels <= len(towers) * math.prod(share.shape[1:3]):  # one image each
                     raise
                 max_pixels //= 2

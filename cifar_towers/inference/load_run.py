@@ -120,7 +120,7 @@ def open_run(train_dir: Path, model: str = "", step: int = 0, tta: int = 0) -> T
     checkpoint = find_checkpoint(train_dir, step)
     config = _read_config(train_dir / files.CONFIG)
     _check_model(config, model, train_dir)
-    if tta and config.flip == "none":
+    if tta and config.flip == "none" and not config.augment:  # a function of the user's may mirror
         mirrors = f"tta={tta} averages over mirrored images"
         raise UsageError(f"{mirrors}, and {train_dir} was trained without them, by flip=none; give --tta=0")
     config = dataclasses.replace(config, model=model or config.model)

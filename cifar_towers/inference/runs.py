@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from cifar_towers import files
 from cifar_towers.checkpointing import workdir
 from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_metadata
-from cifar_towers.errors import DataError, RunError, UsageError
+from cifar_towers.errors import DataError, UsageError
 from cifar_towers.evaluation.score import reported_score, score_name
 from cifar_towers.registry import split_path
 from cifar_towers.reporting.phase_timer import PhaseTimer
@@ -130,7 +130,7 @@ def _state(record: RunRecord, is_damaged: bool, verify: bool) -> str:
     try:
         if is_damaged or (checkpoints and files.validate(checkpoints[-1], hashes=verify)):
             return DAMAGED
-    except RunError:  # it cannot be read now
+    except OSError:  # it cannot be read now
         return DAMAGED
     if record.finished:
         return DONE

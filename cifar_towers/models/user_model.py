@@ -6,6 +6,7 @@ not have other state: no `tf.Variable` besides its weights, no random numbers wi
 
 import contextlib
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,11 +73,13 @@ def _check_model(model: keras.Model, image_size: int, num_classes: int) -> None:
     integer = next((images for images in model.inputs if not tf.as_dtype(images.dtype).is_floating), None)
     if integer is not None:
         raise UsageError(f"its keras.Input is {integer.dtype}, and images come normalized, as floats; leave out dtype=")
+    layers = [layer for layer in model._flatten_layers(include_self=False) if not isinstance(layer, keras.Model)]
+    of_input = itertools.takewhile(lambda layer: not layer.trainable_variables, layers)
     rescaling = (keras.layers.Rescaling, keras.layers.Normalization)
-    if names := [layer.name for layer in model._flatten_layers(include_self=False) if isinstance(layer, rescaling)]:
+    if names := [layer.name for layer in of_input if isinstance(layer, rescaling)]:
         log_once(
-            f"images come normalized, and the net normalizes them again in {', '.join(names)}: leave that out; nets of "
-            "keras.applications take include_preprocessing=False"
+            f"images come normalized, not as levels from 0 to 255, and {', '.join(names)} would normalize them again: "
+            "leave that out, as by include_preprocessing=False where a net has it"
         )
     with as_usage_errors(f"two towers cannot call it on {image_size}x{image_size} images"):
         output = _trace(model, image_size)
@@ -93,6 +96,8 @@ def own_statistics(model: keras.Model, image_size: int) -> list[str]:
     """Return the paths of float variables that a call in training changes, without those of batch norm."""
     norms = [layer for layer in model._flatten_layers(include_self=False) if isinstance(layer, BATCH_NORMS)]
     known = {id(variable) for norm in norms for variable in norm.variables}
+    if not any("float" in v.dtype and id(v) not in known for v in model.non_trainable_variables):
+        return []
     changed = _effects(model, image_size)[1]
     return [variable.path for variable in changed if "float" in variable.dtype and id(variable) not in known]
 

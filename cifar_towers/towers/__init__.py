@@ -1,7 +1,7 @@
 """Synchronous data parallelism with towers: copies of one computation on several devices.
 
-All towers compute gradients at the same weights, and no update begins before every gradient has arrived. (Asynchronous
-workers update at once, with gradients of older weights.) A whole step is
+All towers compute gradients at the same weights, and no variable is updated before its gradients of all towers have
+arrived. (Asynchronous workers update at once, with gradients of older weights.) A whole step is
 
     shards = split_batch(batch, towers)
     tower_grads = run_on_towers(on_tower, towers, shards)  # of each tower: pairs (gradient, variable)

@@ -294,10 +294,10 @@ def load_augmentation(name: str, image_size: int, num_classes: int, may_mix: boo
     of each example, and returns images. A function with an argument named `labels` also takes the labels as one-hot
     rows [b, C] float32, and returns (images, labels).
 
+    A line is logged if a function without labels mixes images, as each tower has only its shard.
+
     Args:
       may_mix: whether the function may take labels, as one that mixes examples does.
-
-    A line is logged if a function without labels mixes images, as each tower has only its shard.
 
     Raises:
       UsageError: there is no such function, it takes labels without `may_mix`, it fails, or it returns another shape or
@@ -336,7 +336,7 @@ def load_loss(name: str, num_classes: int) -> Callable[[tf.Tensor, tf.Tensor], t
     The user's function takes labels [b, C] float32, rows of sum 1, and logits [b, C] float32, and returns a loss for
     each example. The labels of the function that is returned may also be [b] classes.
 
-    A warning is logged if the loss of an example depends on other examples, as each tower has only its shard.
+    A line is logged if the loss of an example depends on other examples, as each tower has only its shard.
 
     Raises:
       UsageError: as `load_augmentation` does.

@@ -47,7 +47,7 @@ def test_checkpoint_under_another_steps_name_is_quarantined(tmp_path):
 @pytest.mark.parametrize(
     ("owner", "name", "message"),
     [
-        (checkpoint.files, "sha256", "step-00000001/metadata.json cannot be read .Input/output error."),
+        (checkpoint.files, "sha256", "step-00000001 cannot be read .Input/output error.; try again"),
         (checkpoint.files.os, "rename", "checkpoints cannot be put in order .Input/output error.; make it writable"),
     ],
 )

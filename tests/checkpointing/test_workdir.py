@@ -143,7 +143,7 @@ def test_a_result_without_a_checkpoint_is_refused(config, left, is_refused):
     (directory / "checkpoints").rename(directory / "elsewhere")
     for name in left:
         (directory / "checkpoints" / name).mkdir(parents=True)
-    refused = pytest.raises(UsageError, match="holds the result of a run, and no checkpoint .*--overwrite to start")
+    refused = pytest.raises(UsageError, match="holds the result of a run, and no checkpoint .*runs.py --delete ")
     with refused if is_refused else contextlib.nullcontext():
         workdir.check_settings(config)
     workdir.check_settings(dataclasses.replace(config, overwrite=True))

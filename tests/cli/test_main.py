@@ -330,9 +330,9 @@ def test_a_path_without_permission_is_one_line(capsys):
     def read(shutdown):
         raise PermissionError(13, "Permission denied", "runs/one/config.json")
 
-    assert program.run(read) == UsageError.exit_code
+    assert program.run(read) == RunError.exit_code
     assert capsys.readouterr().err == (
-        "usage: [Errno 13] Permission denied: 'runs/one/config.json'; give another path, or change its permissions\n"
+        "error: [Errno 13] Permission denied: 'runs/one/config.json'; give another path, or change its permissions\n"
     )
 
 

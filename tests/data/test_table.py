@@ -100,6 +100,13 @@ def test_test_rows_name_no_training_pictures(tmp_path):
         sources.find(name)
 
 
+def test_rows_of_a_split_without_a_folder_are_looked_for_among_training_pictures(tmp_path):
+    lines = ["file,label,split", *(f"{n},{name},{s}" for n, name, s in ((1, "cat", "train"), (2, "dog", "train")))]
+    name = write(tmp_path, [*lines, "3,cat,test", "4,dog,test"], [f"train/{number}.png" for number in range(1, 5)])
+    data = load(name)
+    assert examples(data.train) == [(10, "cat"), (20, "dog")] and examples(data.test) == [(30, "cat"), (40, "dog")]
+
+
 def test_table_with_test_rows_alone_is_scored_and_not_trained_on(tmp_path):
     name = write(tmp_path, ["path,label,split", "3.png,cat,test"])
     assert examples(sources.load_split(sources.find(name), "test", 4)) == [(30, "cat")]

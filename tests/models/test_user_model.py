@@ -175,8 +175,8 @@ def test_weights_without_a_gradient_are_named(caplog):
 @pytest.mark.parametrize(
     ("layer", "line"),
     [
-        (lambda: L.Rescaling(1 / 255, name="to_one"), "normalizes them again in to_one: leave that out"),
-        (lambda: keras.Sequential([L.Normalization(name="moments")]), "normalizes them again in moments"),
+        (lambda: L.Rescaling(1 / 255, name="to_one"), "and to_one would normalize them again: leave that out"),
+        (lambda: keras.Sequential([L.Normalization(name="moments")]), "and moments would normalize them again"),
         (lambda: Penalized(in_training_only=True), "a layer adds a loss in training only, so it is not checked"),
     ],
 )
@@ -185,6 +185,13 @@ def test_what_is_not_refused_is_logged(caplog, layer, line):
     with caplog.at_level(logging.INFO, "cifar_towers"):
         user_model.build_model(lambda: net(layer()), 24, 10, "float32")
     assert len(caplog.messages) == 1 and line in caplog.text
+
+
+def test_a_scale_behind_the_first_weights_is_not_logged(caplog):
+    log_once.cache_clear()
+    with caplog.at_level(logging.INFO, "cifar_towers"):
+        user_model.build_model(lambda: net(L.Conv2D(4, 3), L.Rescaling(1 / 9)), 24, 10, "float32")
+    assert not caplog.text
 
 
 NOT_A_WEIGHT = "uses a variable that is not a weight of the model"
