@@ -35,8 +35,9 @@ def test_errors_of_tensorflow_suggest_flags(tmp_path, monkeypatch, error, settin
 
     monkeypatch.setattr(trainer, "train_from", train)
     monkeypatch.setattr(tf.config.experimental, "enable_op_determinism", lambda: None)
-    with pytest.raises(expected, match=message):
-        run(TINY, tmp_path / "run", **settings)
+    for _ in range(2):  # the second time as a restart by launch.py, which does not overwrite again
+        with pytest.raises(expected, match=message):
+            run(TINY, tmp_path / "run", launch_id="of both", **settings)
 
 
 @pytest.mark.parametrize(
