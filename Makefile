@@ -79,7 +79,7 @@ test: .venv/dev-ready  ## run the tests, in ten minutes or less on two cores; so
 	@$(BIN)/python -m pytest -m 'not slow and not browser and not trackers and not needs_gpu' $(or $(ARGS),-n 2 --dist worksteal)
 
 test-long: .venv/dev-ready  ## run all tests, with whole recipes
-	@$(BIN)/python -m pytest -m 'not browser and not trackers and not needs_gpu' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not browser and not trackers and not needs_gpu' $(or $(ARGS),-n 2 --dist worksteal)
 
 test-browser: .venv/dev-ready .venv/browser-ready  ## test TensorBoard and the report in a browser (chromium), with screenshots
 	@$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
