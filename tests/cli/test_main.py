@@ -332,7 +332,7 @@ def test_a_path_without_permission_is_one_line(capsys):
 
     assert program.run(read) == RunError.exit_code
     assert capsys.readouterr().err == (
-        "error: [Errno 13] Permission denied: 'runs/one/config.json'; give another path, or change its permissions\n"
+        "run: [Errno 13] Permission denied: 'runs/one/config.json'; give another path, or change its permissions\n"
     )
 
 

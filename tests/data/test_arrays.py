@@ -162,7 +162,7 @@ def test_test_arrays_alone_are_scored(tmp_path):
         ({"y_test": TEST.labels + 1}, "10 in test is no class"),
         (
             {"y_train": TRAIN.labels - 1},
-            r"y_train has images without a class \(label -1\), which can be neither trained",
+            "y_train has the label -1; number the classes from 0, and leave out images without a class",
         ),
         ({"y_train": TRAIN.labels * 0}, "at least two classes are needed, and there is 0"),
         (
