@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from cifar_towers.data.batches import RandomDraws
 from cifar_towers.data.dataset import CIFAR10
-from cifar_towers.registry import TTA_LEVELS, TtaView
+from cifar_towers.registry import TTA_HELP, TTA_LEVELS, TtaView
 
 
 class Augmentation(NamedTuple):
@@ -130,7 +130,13 @@ def _downsampling_matrix(size: int, new_size: int) -> np.ndarray:
 
 
 def tta_views(images: tf.Tensor, level: int) -> list[tuple[float, tf.Tensor]]:
-    """Return (weight, images) of each view of a level of test-time augmentation."""
+    """Return (weight, images) of each view of a level of test-time augmentation.
+
+    Raises:
+      ValueError: there is no such level.
+    """
+    if level not in TTA_LEVELS:
+        raise ValueError(f"tta={level} is not one of {TTA_HELP}")
     return [(view.weight, _make_view(images, view)) for view in TTA_LEVELS[level]]
 
 

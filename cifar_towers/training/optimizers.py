@@ -210,14 +210,23 @@ def make_optimizer(
     `weight_decay` is relative to `learning_rate`. A role with another peak rate gets weight_decay x learning_rate /
     peak_rate, so that all weights decay by the same fraction per step. Muon's rescaling depends on the run's
     `total_steps`.
+
+    Raises:
+      ValueError: there is no such optimizer, or variables have a role without a schedule.
     """
     sgd = functools.partial(Momentum, momentum=momentum, nesterov=nesterov)
     muon = functools.partial(Muon, momentum=muon_momentum, total_steps=total_steps)
     # optimizer -> (rule of convolution kernels, rule of all other variables)
     rules: dict[str, tuple[Callable[..., UpdateRule], Callable[..., UpdateRule]]]
     rules = {"momentum": (sgd, sgd), "muon": (muon, sgd), "adamw": (AdamW, AdamW)}
+    if name not in rules:
+        raise ValueError(f"optimizer={name} is not one of {', '.join(rules)}")
     of_kernels, of_others = rules[name]
     variables = split_by_role(model, is_speednet, first_group="first_kernels" in schedules)
+    if unscheduled := [role for role, found in variables.items() if found and role not in schedules]:
+        raise ValueError(
+            f"variables of the roles {', '.join(unscheduled)} have no learning rate, and would not be trained"
+        )
     groups = []
     for role, schedule in schedules.items():
         decay = weight_decay * learning_rate / schedule.peak_rate if schedule.peak_rate else 0.0

@@ -96,11 +96,13 @@ def test_tta_views_are_weighted_to_one_and_hold_the_mirror(images):
     np.testing.assert_array_equal(mirrored, up_left[:, :, ::-1])
 
 
-def test_tta_levels_are_those_of_the_settings():
+def test_tta_levels_are_those_of_the_settings(images):
     for config_class in (TrainConfig, EvaluateConfig, PredictConfig):
         (tta,) = [field for field in dataclasses.fields(config_class) if field.name == "tta"]
         assert [*range(tta.metadata["low"], tta.metadata["high"] + 1)] == [*TTA_LEVELS]
         assert "0 (none), 1 (mirror), 2 (mirror and shifts)" in tta.metadata["help"]
+    with pytest.raises(ValueError, match=r"tta=3 is not one of 0 \(none\), 1"):
+        augment.tta_views(tf.cast(images, tf.float32), 3)
 
 
 def test_neutral_draws_change_nothing(images):

@@ -199,3 +199,7 @@ def test_every_optimizer_has_a_rule_for_every_role():
     for name in OPTIMIZERS:
         groups = make_optimizer(name, model, dict.fromkeys(split_by_role(model), RATE), **SETTINGS).groups
         assert [group.name for group in groups] == ["biases", "head"]  # the others have no variables
+    with pytest.raises(ValueError, match=f"optimizer=lion .*{', '.join(OPTIMIZERS)}$"):
+        make_optimizer("lion", model, {}, **SETTINGS)
+    with pytest.raises(ValueError, match="head .*not be trained"):
+        make_optimizer("momentum", model, {"biases": RATE}, **SETTINGS)
