@@ -69,14 +69,14 @@ class Batches:
         self.batch_size, self.seed, self.flip = batch_size, seed, flip
         self.steps_per_epoch = count // batch_size
         self._num_examples, (self._first_row, self._num_rows) = count, rows or (0, batch_size)
-        self._has_indices = bool(devices)
         self._own_draws = NUM_OWN_DRAWS if own_augmentation else 0
-        self._images_on: dict[str, tf.Tensor] = {}
-        for device in devices or [HOST]:
-            with tf.device(device):
-                self._images_on[device] = tf.constant(split.images)
+        self._images_on: dict[str, tf.Variable] = {}
+        for device in devices:
+            with tf.device(device):  # GPUs gather uint8 from variables alone; all images would travel in every step
+                self._images_on[device] = tf.Variable(split.images, trainable=False)
         with tf.device(HOST):
             self._labels = tf.constant(split.labels)
+            self._host_images = None if devices else tf.constant(split.images)
 
     def stream(self, first_step: int, last_step: int) -> tf.data.Dataset:
         """Return the batches of steps first_step .. last_step - 1, prepared while earlier steps run."""
@@ -112,12 +112,12 @@ class Batches:
             ),
             example_index=step * self.batch_size + self._first_row + tf.range(self._num_rows, dtype=tf.int64),
         )
-        images = chosen if self._has_indices else tf.gather(self._images_on[HOST], chosen)
+        images = chosen if self._host_images is None else tf.gather(self._host_images, chosen)
         return Batch(images, tf.gather(self._labels, chosen), draws)
 
     def load_images(self, batch: Batch, device: str) -> Batch:
         """Return the batch, or a part of one, with its images, gathered on `device` if they are kept there."""
-        if not self._has_indices:
+        if self._host_images is not None:
             return batch
         with tf.device(device):
             return batch._replace(images=tf.gather(self._images_on[device], batch.images))

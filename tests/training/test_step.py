@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import kernels
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
@@ -154,6 +155,37 @@ def test_operations_and_variables_are_on_their_devices(monkeypatch, towers, exam
     moved = [op for op in updates if id(op.inputs[0]) in device_of]
     assert len(moved) >= len(state.weights)
     assert all(op.device[-5:] == device_of[id(op.inputs[0])] for op in moved)
+
+
+def gpu_runs(node):
+    """Whether TensorFlow has a kernel for GPUs of a node's operation and types."""
+    types = {name: [value.type] if value.type else value.list.type for name, value in node.attr.items()}
+    return any(
+        all(set(types[limit.name]) <= set(limit.allowed_values.list.type) for limit in kernel.constraint)
+        for kernel in kernels.get_registered_kernels_for_op(node.op).kernel
+        if kernel.device_type in ("GPU", "DEFAULT")
+    )
+
+
+@pytest.mark.skipif(not tf.test.is_built_with_cuda(), reason="TensorFlow is built without kernels for GPUs")
+@pytest.mark.parametrize(
+    ("name", "precision", "settings"),
+    [
+        ("speed96", "bfloat16", {"hard_example_pool": 24, "whitening_images": 60, "data_on": "device"}),
+        ("cifarnet", "float16", {"cutout": 4}),
+        ("resnet20", "float32", {"micro_batches": 2}),
+    ],
+)
+def test_gpus_can_run_every_operation_of_a_tower(towers, examples, name, precision, settings):
+    """TensorFlow runs an operation without a kernel for GPUs on the CPU, and its tensors travel in every step."""
+    last = dataclasses.replace(towers(2)[1], index=0)  # not on the host's device
+    run = Run([last], examples, recipe(name, batch_size=12, variable_placement="round_robin", **settings), precision)
+    options = {} if "hard_example_pool" in settings else {"collect_diagnostics": tf.constant(True)}
+    graph = run.train_step.get_concrete_function(run.batches.at(0), run.rates(), **options).graph.as_graph_def()
+    inside = [node for function in graph.library.function for node in function.node_def]
+    on_tower = [node for node in graph.node if node.device.endswith(last.device[1:])]
+    assert len(on_tower) > 300
+    assert not [(node.name, node.op) for node in on_tower + inside if not gpu_runs(node)]
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", pytest.param("round_robin", marks=pytest.mark.slow), "cpu"])
