@@ -46,7 +46,7 @@ def average_gradients(
         return towers[0]
     with tf.name_scope("average_gradients"):
         return [
-            (_mean([gradient for gradient, _ in pairs], fractions, device or _device(pairs[0][1])), pairs[0][1])
+            (weighted_sum([gradient for gradient, _ in pairs], fractions, device or _device(pairs[0][1])), pairs[0][1])
             for pairs in zip(*towers, strict=True)
         ]
 
@@ -80,8 +80,11 @@ def _fractions(num_towers: int, weights: Sequence[float | tf.Tensor] | None) -> 
     return [float(value / sum(values)) for value in values]
 
 
-def _mean(gradients: Sequence[Gradient], fractions: Sequence[float | tf.Tensor], device: str) -> Gradient:
-    """Return sum(fraction_k * gradient_k) over the towers that have a gradient, or None if none has."""
+def weighted_sum(gradients: Sequence[Gradient], fractions: Sequence[float | tf.Tensor], device: str) -> Gradient:
+    """Return sum(fraction_k * gradient_k) over the gradients that are not None, on `device`; None if all are.
+
+    If all are sparse, so is the sum.
+    """
     present = [(g, fraction) for g, fraction in zip(gradients, fractions, strict=True) if g is not None]
     if not present:
         return None

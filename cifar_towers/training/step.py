@@ -17,7 +17,7 @@ from cifar_towers.towers import (
     run_on_towers_synchronized,
     split_batch,
 )
-from cifar_towers.towers.gradients import weighted_mean
+from cifar_towers.towers.gradients import weighted_mean, weighted_sum
 from cifar_towers.towers.keras_parallel import first_call, to_scalar
 from cifar_towers.towers.pipeline import Stage, staged_call
 from cifar_towers.towers.placement import HOST
@@ -156,6 +156,7 @@ def make_tower_fn(
     ) -> TowerResult:
         weights, old_values = state.read_variables()  # once for all micro-batches: they travel to the tower
         active = {id(variable) for variable in state.optimizer.active_variables(active_groups)}
+        sums: list = []  # of the gradients so far: those of one part at a time are in memory besides
 
         def on_part(part: Batch) -> TowerResult:
             """Compute losses, gradients and new values from a micro-batch."""
@@ -170,6 +171,10 @@ def make_tower_fn(
                 scaled_loss = state.loss_scale.scale_loss(losses["total_loss"])
             with tf.name_scope("backward"):
                 gradients = tape.gradient(scaled_loss, weights)
+                if micro_batches > 1 and not stages:
+                    pairs = zip(sums or [None] * len(weights), gradients, strict=True)
+                    gradients = [weighted_sum(pair, (1.0, 1.0), tower.device) for pair in pairs]
+                    sums[:] = gradients
             diagnostics = None
             if collect_diagnostics is not None:
                 diagnostics = forward_diagnostics(collect_diagnostics, images, part.labels, activations)
@@ -218,10 +223,16 @@ def stateless_call_with_activations(model: keras.Model) -> Callable:
 def _combine_micro_batches(
     results: Sequence[TowerResult], weights: Sequence[tf.Variable], device: str, pipelined: bool
 ) -> TowerResult:
-    """Combine the results of a tower's micro-batches on `device`; with stages, average gradients beside variables."""
+    """Combine the results of a tower's micro-batches on `device`.
+
+    With stages, gradients are averaged beside the variables. Otherwise the last result has their sum.
+    """
     losses = {term: weighted_mean([r.losses[term] for r in results]) for term in results[0].losses}
-    part_grads = [list(zip(r.gradients, weights, strict=True)) for r in results]
-    gradients = [gradient for gradient, _ in average_gradients(part_grads, device="" if pipelined else device)]
+    parts = [r.gradients for r in results]
+    if not pipelined and len(parts) > 1:
+        parts = [[weighted_sum([gradient], [1 / len(parts)], device) for gradient in parts[-1]]]
+    part_grads = [list(zip(part, weights, strict=True)) for part in parts]
+    gradients = [gradient for gradient, _ in average_gradients(part_grads)]
     devices = [variable.device if pipelined else device for variable in reversed(weights)]
     return TowerResult(
         losses=losses,

@@ -20,7 +20,7 @@ from cifar_towers.training import build
 from cifar_towers.training.distributed_step import make_strategy
 from cifar_towers.training.losses import OWN
 from scripts.speedrun import operations
-from tests.configs import net, recipe
+from tests.configs import TINY_NET, net, recipe
 from tests.training.runs import Run
 
 RATES = {"learning_rate": 0.05, "learning_rate_schedule": "linear:0=1,100%=0", "momentum": 0.9, "ema_decay": 0.99}
@@ -186,6 +186,17 @@ def test_gpus_can_run_every_operation_of_a_tower(towers, examples, name, precisi
     on_tower = [node for node in graph.node if node.device.endswith(last.device[1:])]
     assert len(on_tower) > 300
     assert not [(node.name, node.op) for node in on_tower + inside if not gpu_runs(node)]
+
+
+def test_micro_batches_hold_the_gradients_of_one_part_and_the_sum(towers, examples):
+    run = Run(towers(1), examples, TrainConfig(model=TINY_NET, batch_size=8, micro_batches=4))
+    graph = run.train_step.get_concrete_function(run.batches.at(0), run.rates()).graph
+    shapes = [tuple(weight.shape) for weight in run.state.weights if weight.shape.rank > 1]
+    sums = [op for op in graph.get_operations() if op.type == "AddN" and tuple(op.outputs[0].shape) in shapes]
+    assert {len(op.inputs) for op in sums} == {2}
+    for part in (2, 3):  # which wait for the sum of those before
+        (images,) = (op for op in graph.get_operations() if op.name == f"tower_0/part_{part}/Identity")
+        assert len({*sums} & {*images.control_inputs}) == len(shapes)
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", pytest.param("round_robin", marks=pytest.mark.slow), "cpu"])
