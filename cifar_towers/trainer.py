@@ -45,7 +45,7 @@ from cifar_towers.reporting.run_logger import CallbackError, Callbacks, RunInfo,
 from cifar_towers.reporting.run_records import read_times
 from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.towers import Tower, split_batch
-from cifar_towers.towers.devices import on_gpus
+from cifar_towers.towers.devices import describe_out_of_memory, on_gpus
 from cifar_towers.training import build, tuning
 from cifar_towers.training.diagnostics import activation_layers
 from cifar_towers.training.health import Health, locate_nonfinite
@@ -584,7 +584,7 @@ class Run:
           OpError: `error` itself, if it is not about memory, if `micro_batches` is not `auto`, or if no larger number
             divides the towers' shares.
         """
-        reason = "" if self.requested.micro_batches else tuning.describe_out_of_memory(error)
+        reason = "" if self.requested.micro_batches else describe_out_of_memory(error)
         number = tuning.more_micro_batches(self.config, len(self.towers)) if reason else 0
         if not number:
             raise error
@@ -619,7 +619,7 @@ def explained_errors(config: TrainConfig, towers: Sequence[Tower]) -> Iterator[N
     try:
         yield
     except tf.errors.OpError as error:
-        if reason := tuning.describe_out_of_memory(error):
+        if reason := describe_out_of_memory(error):
             advice = "a smaller --batch_size, which is another run, may fit"
             without = " without --overwrite" * config.overwrite
             if more := tuning.suggest_more_micro_batches(config, len(towers)):

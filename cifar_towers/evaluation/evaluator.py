@@ -17,6 +17,7 @@ from cifar_towers.evaluation.score import Evaluation, Score
 from cifar_towers.multi_worker.cluster_spec import ALONE, Workers
 from cifar_towers.registry import TTA_LEVELS
 from cifar_towers.towers import Tower, run_on_towers, split_batch
+from cifar_towers.towers.devices import describe_out_of_memory
 from cifar_towers.towers.keras_parallel import first_call
 from cifar_towers.towers.placement import HOST
 
@@ -139,7 +140,9 @@ def make_classify_fn(
             try:
                 outputs = classify_share(share, weights, non_trainable, tta)
                 break
-            except tf.errors.ResourceExhaustedError:
+            except tf.errors.OpError as error:
+                if not describe_out_of_memory(error):
+                    raise
                 max_pixels = min(max_pixels, math.prod(share.shape[:3]))
                 if max_pixels <= len(towers) * math.prod(share.shape[1:3]):  # one image each
                     raise

@@ -6,12 +6,14 @@ Call `make_towers(n)` once, before any other TensorFlow operation: TensorFlow fi
 import dataclasses
 import logging
 import os
+import re
 import subprocess
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from cifar_towers import hardware
+from cifar_towers.errors import error_text
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +103,16 @@ def make_towers(
 def on_gpus(towers: Sequence[Tower]) -> bool:
     """Return whether towers compute on GPUs."""
     return any("GPU" in tower.device for tower in towers)
+
+
+def describe_out_of_memory(error: tf.errors.OpError) -> str:
+    """Return on one line what did not fit into the memory; empty if the error has another reason."""
+    if isinstance(error, tf.errors.ResourceExhaustedError):
+        found = re.search(r"OOM when.*?\]", error.message, re.S)
+        return error_text(RuntimeError(found[0]) if found else error)
+    if isinstance(error, tf.errors.AbortedError) and "Status: 1," in error.message:  # oneDNN's for no memory
+        return "oneDNN has no memory for an operation"
+    return ""
 
 
 def _set_threads(cpu_towers: int, intra_op_threads: int) -> None:

@@ -6,7 +6,6 @@ A run that is resumed keeps what was chosen when it was last trained.
 import dataclasses
 import logging
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,6 @@ from cifar_towers.config import TrainConfig, parse_shares
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.config.train_config import MAX_MICRO_BATCHES
 from cifar_towers.data.dataset import Split
-from cifar_towers.errors import error_text
 from cifar_towers.registry import model_spec
 from cifar_towers.towers import Tower, variable_placement
 from cifar_towers.towers.devices import on_gpus
@@ -131,7 +129,7 @@ def make_trial_step(
 
     The step is traced. It has variables and a batch of its own, and learning rates of 0.
     """
-    batches = build.make_batches(config, train, towers=towers)
+    batches = build.make_batches(config, train.take(slice(config.batch_size)), towers=towers)
     state, train_step, _ = build.make_training(
         config, towers, precision, train, length, load_images=batches.load_images
     )
@@ -178,7 +176,7 @@ def measure_speeds(
     small = dataclasses.replace(config, tower_shares="", batch_size=size, hard_example_pool=0, num_gpus=1)
     with variable_placement(config.variable_placement, towers):
         state, loss_fn = build.make_state(small, precision, train, length)
-    batches = build.make_batches(small, train, towers=towers)
+    batches = build.make_batches(small, train.take(slice(size)), towers=towers)
     augmentation = build.make_augmentation(small, train.info)
     tower_fn = make_tower_fn(state, loss_fn, augmentation, config.micro_batches, load_images=batches.load_images)
     groups, batch = state.optimizer.learning_rates(0), batches.at(0)
@@ -241,13 +239,3 @@ def suggest_more_micro_batches(config: TrainConfig, num_devices: int) -> str:
     count = more_micro_batches(config, num_devices) if config.micro_batches else 0  # auto has tried them
     unsynchronized = " --batch_statistics=mean" if config.batch_statistics == "synchronized" else ""
     return f"--micro_batches={count}{unsynchronized}" if count else ""
-
-
-def describe_out_of_memory(error: tf.errors.OpError) -> str:
-    """Return on one line what did not fit into the memory; empty if the error has another reason."""
-    if isinstance(error, tf.errors.ResourceExhaustedError):
-        found = re.search(r"OOM when.*?\]", error.message, re.S)
-        return error_text(RuntimeError(found[0]) if found else error)
-    if isinstance(error, tf.errors.AbortedError) and "Status: 1," in error.message:  # oneDNN's for no memory
-        return "oneDNN has no memory for an operation"
-    return ""

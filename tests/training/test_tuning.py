@@ -17,7 +17,7 @@ from cifar_towers.config.schedules import RunLength
 from cifar_towers.errors import UsageError
 from cifar_towers.towers import Tower
 from cifar_towers.towers.placement import PLACEMENTS
-from cifar_towers.training import tuning
+from cifar_towers.training import build, tuning
 from tests.configs import TINY_NET
 from tests.messages import lines_with
 from tests.training.runs import Run
@@ -38,6 +38,18 @@ def test_fastest_placement_wins_and_ties_go_to_the_simplest(towers, examples, mo
     config = TrainConfig(model=TINY_NET, batch_size=20, learning_rate_schedule="linear:0=0.2,1=1,100%=0")
     placement, _, _ = tuning.recommend_placement(config, towers(2), "float32", examples, LENGTH)
     assert placement == "round_robin"
+
+
+def test_measurements_hold_only_the_images_that_they_use(towers, examples, monkeypatch):
+    held, make = [], build.make_batches
+    monkeypatch.setattr(
+        build, "make_batches", lambda config, train, **by: held.append(train) or make(config, train, **by)
+    )
+    monkeypatch.setattr(tuning, "SHARES_SECONDS", 0.01)
+    config = TrainConfig(model=TINY_NET, batch_size=20, variable_placement="cpu", data_on="device")
+    tuning.recommend_placement(config, towers(2), "float32", examples, LENGTH)
+    tuning.measure_speeds(config, towers(2), "float32", examples, LENGTH)
+    assert [len(split.labels) for split in held] == [8, 8, 8, 10]
 
 
 def test_placement_is_measured_on_a_batch_that_equal_shares_divide(towers, examples, monkeypatch):
