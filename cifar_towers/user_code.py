@@ -24,6 +24,8 @@ from cifar_towers.errors import UsageError, did_you_mean
 
 log_once = functools.cache(logging.getLogger(__name__).info)  # some runs build and check their model several times
 _modules: dict[tuple[Path, int], tuple[ModuleType, set[str]]] = {}  # of files, with the settings that name them
+_helpers: set[str] = set()  # modules beside these files, which the files imported
+_packages: dict[str, tuple[ModuleSpec | None, bytes]] = {}  # how modules were imported, with their code
 
 
 def split_function(name: str) -> tuple[str, str] | None:
@@ -144,8 +146,14 @@ def _find_module(name: str) -> ModuleSpec | None:
 
 
 def forget_files() -> None:
-    """Let the next import of each file execute it again, as each run has its own global variables and its own log."""
+    """Let the next import of each file execute it again, as each run has its own global variables and its own log.
+
+    The modules that it imports from its directory are executed again too.
+    """
     _modules.clear()
+    for name in _helpers:
+        sys.modules.pop(name, None)
+    _helpers.clear()
     log_once.cache_clear()
 
 
@@ -158,7 +166,7 @@ def _import(setting: str, source: str, shared: bool) -> ModuleType:
     sys.path.insert(0, directory)  # as Python does for the directory of the script it runs
     try:
         if not is_file:
-            return importlib.import_module(source)
+            return _unchanged(source, importlib.import_module(source))
         key = path.resolve(), path.stat().st_mtime_ns
         spec = importlib.util.spec_from_file_location(f"own_{key[0].stem}", path)
         assert spec and spec.loader, "a file that ends in .py has both"
@@ -166,11 +174,26 @@ def _import(setting: str, source: str, shared: bool) -> ModuleType:
         module, settings = modules.setdefault(key, (importlib.util.module_from_spec(spec), set()))
         if not settings or (setting == "model" and setting in settings):
             sys.modules[spec.name] = module
+            before = {*sys.modules}
             spec.loader.exec_module(module)
+            files = {name: getattr(sys.modules[name], "__file__", None) for name in sys.modules.keys() - before}
+            _helpers.update(name for name, file in files.items() if file and Path(file).parent == path.parent.resolve())
         settings.add(setting)
         return module
     finally:
         sys.path.remove(directory)
+
+
+def _unchanged(name: str, module: ModuleType) -> ModuleType:
+    """Return a module of this name. Raise if its file is another than when a setting first named it."""
+    path = Path(getattr(module, "__file__", None) or "")
+    if path.is_file():
+        spec, code = module.__spec__, path.read_bytes()
+        imported, before = _packages.setdefault(name, (spec, code))
+        if spec is imported and code != before:
+            raise UsageError(f"{path} has changed since it was imported; reload it, or name it as {path.name}:function")
+        _packages[name] = spec, code
+    return module
 
 
 def _error_line(error: BaseException) -> str:
@@ -182,4 +205,6 @@ def _error_line(error: BaseException) -> str:
     name = "notebook cell" if path.parent.name.startswith("ipykernel_") else path.name
     place = f"{name}, line {users[-1].lineno}: " if users else ""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Keras writes in bold
-    return f"{place}{type(error).__name__}: {' '.join(text.split())[:200]}"
+    beside = users and isinstance(error, ModuleNotFoundError) and (path.parent / f"{error.name}.py").is_file()
+    hint = "; import it at the top of the file, not in a function" if beside else ""
+    return f"{place}{type(error).__name__}: {' '.join(text.split())[:200]}{hint}"

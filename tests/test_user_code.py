@@ -1,6 +1,8 @@
 """Names of a user's functions are checked without executing any code; functions are loaded with errors of one line."""
 
+import importlib
 import os
+import re
 import sys
 
 import pytest
@@ -83,6 +85,35 @@ def test_functions_are_loaded_from_files_and_modules(tmp_path, monkeypatch):
     ):
         with pytest.raises(UsageError, match=f"^model={name}: {message}"):
             load_function("model", name)
+
+
+def test_a_module_that_has_changed_since_its_import_is_refused_until_it_is_reloaded(tmp_path, monkeypatch):
+    file = tmp_path / "changing.py"
+    file.write_text("def net():\n    return 1\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_function("model", "changing:net")() == load_function("loss", "changing:net")() == 1
+    file.write_text("def net():\n    return 22\n")
+    forget_files()
+    message = f"{file} has changed since it was imported; reload it, or name it as changing.py:function"
+    with pytest.raises(UsageError, match=f"^model=changing:net: .*{re.escape(message)}"):
+        load_function("model", "changing:net")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.reload(sys.modules["changing"])
+    assert load_function("model", "changing:net")() == 22
+
+
+def test_a_file_imports_the_modules_beside_it_anew_in_each_run_and_not_in_its_functions(tmp_path):
+    text = "from blocks import number\n\ndef net():\n    return number\n\ndef late():\n    import layers\n"
+    for directory in ("a", "b"):
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / "nets.py").write_text(text)
+        (tmp_path / directory / "blocks.py").write_text(f"number = '{directory}'\n")
+        (tmp_path / directory / "layers.py").touch()
+        forget_files()
+        assert load_function("model", f"{tmp_path}/{directory}/nets.py:net")() == directory
+    message = "nets.py, line 7: ModuleNotFoundError: No module named 'layers'; import it at the top of the file"
+    with pytest.raises(UsageError, match=message), as_usage_errors("it fails"):
+        load_function("model", f"{tmp_path}/b/nets.py:late")()
 
 
 def test_settings_that_name_the_same_unchanged_file_share_its_module(tmp_path, monkeypatch):
