@@ -69,6 +69,9 @@ def scan(path: Path) -> OwnData:
     file = (path if path.is_dir() else path.parent) / CLASSES_FILE
     if file.is_file():
         names = [line.strip() for line in file.read_text("utf-8-sig").splitlines() if line.strip()]
+        if values[0] == 1 and values[-1] == len(names):
+            numbers = f"labels are 1 to {values[-1]}, and the first line of {CLASSES_FILE} names class 0"
+            raise ValueError(f"{numbers}; save labels - 1")
         classes = dict(zip(names, names, strict=True) if isinstance(values[0], str) else enumerate(names))
     return OwnData(tuple(classes.values()), number_classes(splits, classes, complete=["train"]), _hash, _read)
 
@@ -117,6 +120,8 @@ def _describe_levels(name: str, images: np.ndarray) -> str:
     """Return how to make levels of images of another type, by the values of a hundred of them."""
     if images.dtype.kind not in "fiub":
         return "save numbers"
+    if not np.isfinite(images).all():
+        return f"replace its values that are not finite first, as by np.nan_to_num({name})"
     some = images[:: len(images) // 100 + 1]
     low, high = some.min(), some.max()
     if low < 0 or high > 255:
@@ -136,6 +141,8 @@ def _check_labels(name: str, labels: np.ndarray, count: int) -> list[int | str]:
     if labels.dtype.kind == "i" and labels.min() < 0:
         advice = "number the classes from 0, and leave out images without a class"
         raise ValueError(f"{name} has the label {labels.min()}; {advice}")
+    if labels.dtype.kind == "U" and (empty := int((np.char.strip(labels) == "").sum())):
+        raise ValueError(f"{empty} of {count} in {name} are empty; leave out images without a class")
     return labels.reshape(count).tolist()
 
 

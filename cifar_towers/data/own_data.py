@@ -92,8 +92,14 @@ def load(data: OwnData, image_size: int, names: Sequence[str]) -> dict[str, Spli
     if errors:
         count = sum(len(labels) for _, labels in splits.values())
         raise DataError(f"{len(errors)} of {count} images cannot be read: {listed(errors)}; repair or remove them")
-    info = DatasetInfo(data.class_names, image_size, *moments(next(iter(arrays.values()))))
-    return {name: Split(images, splits[name][1], info) for name, images in arrays.items()}
+    images = next(iter(arrays.values()))
+    if (brightest := int(images.max())) < 32:
+        log.info(
+            f"the brightest pixel of {len(images)} images is {brightest} of 255: pictures of 16 bits are read as 0 to "
+            "65535, so scale those of 12 bits first"
+        )
+    info = DatasetInfo(data.class_names, image_size, *moments(images))
+    return {name: Split(array, splits[name][1], info) for name, array in arrays.items()}
 
 
 def divided(data: OwnData, names: Sequence[str] = SPLITS) -> Iterator[tuple[str, list[Any], np.ndarray]]:

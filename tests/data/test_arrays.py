@@ -12,6 +12,7 @@ from cifar_towers.errors import DataError
 
 TRAIN, TEST = synthetic.make(30, 0, 0), synthetic.make(20, 0, 1)
 ARRAYS = {"x_train": TRAIN.images, "y_train": TRAIN.labels, "x_test": TEST.images, "y_test": TEST.labels}
+NOT_FINITE = np.where(TRAIN.images == TRAIN.images[0, 0, 0, 0], np.nan, TRAIN.images / 255)
 
 
 def save(root, arrays):
@@ -160,6 +161,8 @@ def test_test_arrays_alone_are_scored(tmp_path):
         ({"y_train": np.eye(10)[TRAIN.labels]}, r"y_train has the shape \(30, 10\), .*; save y_train.argmax\(1\)"),
         ({"y_train": TRAIN.labels.astype(float)}, r"y_train is float64, .* save y_train.astype\('int64'\)"),
         ({"y_test": TEST.labels + 1}, "10 in test is no class"),
+        ({"x_train": NOT_FINITE}, r"is float64, .* finite first, as by np.nan_to_num\(x_train\)"),
+        ({"y_train": np.where(TRAIN.labels == 3, " ", "cat")}, "3 of 30 in y_train are empty; leave out images"),
         (
             {"y_train": TRAIN.labels - 1},
             "y_train has the label -1; number the classes from 0, and leave out images without a class",
@@ -219,6 +222,21 @@ def test_names_of_the_classes_must_fit_the_labels(tmp_path):
         (tmp_path / "classes.txt").write_text("\n".join(names))
         with pytest.raises(DataError, match=message):
             sources.find(name)
+    name = save(tmp_path, ARRAYS | {"y_train": TRAIN.labels + 1, "y_test": TEST.labels + 1})
+    (tmp_path / "classes.txt").write_text("\n".join("abcdefghij"))
+    with pytest.raises(
+        DataError, match="labels are 1 to 10, and the first line of classes.txt names class 0; save lab"
+    ):
+        sources.find(name)
+
+
+def test_images_that_are_nearly_black_are_said_to_be(tmp_path, caplog):
+    caplog.set_level("INFO", "cifar_towers")
+    for brightest, said in ((31, True), (32, False)):
+        images = np.minimum(TRAIN.images // 4, brightest)
+        caplog.clear()
+        load(save(tmp_path, {"images": images, "labels": TRAIN.labels % 2}))
+        assert ("the brightest pixel of 24 images is 31 of 255" in caplog.text) == said
 
 
 def test_array_that_two_files_have_is_refused(tmp_path):
