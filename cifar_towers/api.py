@@ -136,14 +136,15 @@ def load_run(path: Path | str) -> Run:
 
 @contextlib.contextmanager
 def _visible_log() -> Iterator[None]:
-    """Print the package's log lines inside, unless the process has set up logging of its own."""
+    """Print the package's log lines inside, by the process's own handlers if it has any.
+
+    A level that the caller has set for the logger `cifar_towers` stays as it is.
+    """
     logger, handler = logging.getLogger("cifar_towers"), logging.StreamHandler(sys.stdout)
-    if logger.hasHandlers():
-        yield
-        return
     level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(handler)
+    logger.setLevel(level or logging.INFO)
     try:
         yield
     finally:

@@ -1,5 +1,6 @@
 """The package from Python: runs, their records and models, interrupts, and the sentences of the command line."""
 
+import logging
 import os
 import random
 import shutil
@@ -15,6 +16,7 @@ import tensorflow as tf
 from PIL import Image
 
 import cifar_towers
+from cifar_towers import api
 from cifar_towers.data import synthetic
 from cifar_towers.errors import DataError, RunError, UsageError
 from cifar_towers.inference import predict
@@ -245,6 +247,15 @@ def test_training_in_another_thread(run, tmp_path):
     thread.start()
     thread.join()
     assert runs[0].result["weights_sha256"] == run.result["weights_sha256"]
+
+
+@pytest.mark.parametrize(("level", "shown"), [(logging.NOTSET, ["said"]), (logging.WARNING, [])])
+def test_the_log_is_shown_by_handlers_of_the_process_unless_it_has_set_a_level(monkeypatch, caplog, level, shown):
+    logger = logging.getLogger("cifar_towers")
+    monkeypatch.setattr(logger, "level", level)
+    with api._visible_log():
+        logger.info("said")
+    assert caplog.messages == shown and logger.level == level
 
 
 def test_own_code_is_shared_by_settings_and_refused_with_a_variable_and_its_changes_are_named(tmp_path, capsys):

@@ -111,7 +111,7 @@ class TrainedRun(NamedTuple):
 def open_run(train_dir: Path, model: str = "", step: int = 0, tta: int = 0) -> TrainedRun:
     """Open the checkpoint of a step, or the newest undamaged one, of a run with the user's own `model` if it has one.
 
-    Log if the run is not finished, or was continued since.
+    Warn if the run is not finished, or was continued since.
 
     Raises:
       UsageError: there is no such run or checkpoint, it has another model, or was trained without the mirrored images
@@ -129,7 +129,7 @@ def open_run(train_dir: Path, model: str = "", step: int = 0, tta: int = 0) -> T
     with contextlib.suppress(DataError):  # of a damaged result
         finished_step = files.read_json_if_any(train_dir / files.RESULT).get("step", -1)
     if finished_step < step < last_step:
-        logging.getLogger(__name__).info(f"{train_dir} is not finished: step {step} of {last_step}")
+        logging.getLogger(__name__).warning(f"{train_dir} is not finished: step {step} of {last_step}")
     return TrainedRun(train_dir, checkpoint, config, metadata, DatasetInfo.from_json(metadata["dataset_info"]))
 
 

@@ -80,7 +80,8 @@ and normalized. The output `probabilities` [B, C] is float32, in this order: {",
 ```python
 import numpy as np
 from PIL import Image, ImageOps
-images = np.asarray(ImageOps.exif_transpose(Image.open("picture.jpg")).convert("RGB"))[None]
+picture = ImageOps.exif_transpose(Image.open("picture.jpg")).convert("RGBA")  # one of 16 bits has to be scaled first
+images = np.asarray(Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB"))[None]
 ```
 """
     text += "".join(f"\n`{name}`:\n\n```python\n{code}\n```\n" for name, code in sorted(examples.items()))

@@ -149,7 +149,9 @@ def test_card_has_the_results_of_the_run_and_examples_that_compute_its_probabili
     monkeypatch.chdir(run / "export")
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
-    Image.fromarray(IMAGES[0]).resize((48, 64)).save("picture.jpg", exif=exif)
+    picture = Image.fromarray(IMAGES[0]).resize((48, 64))
+    picture.putalpha(picture.convert("L"))
+    picture.save("picture.jpg", "PNG", exif=exif)
     predict_images(PredictConfig(train_dir=str(run), pictures=("picture.jpg",), precision="float32", json=True))
     answer = json.loads(capsys.readouterr().out)
     (read,) = re.findall(r"\n\n```python\n(import numpy.*?)```", text, re.S)

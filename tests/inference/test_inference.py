@@ -686,6 +686,7 @@ def test_run_without_a_result_is_said_to_be_unfinished(run, tmp_path, caplog):
             (tmp_path / "stopped/result.json").write_text(result)
             load_run.open_run(tmp_path / "stopped", step=5)
     assert caplog.messages == 3 * [f"{tmp_path / 'stopped'} is not finished: step 5 of 8"]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}  # shown where no logging is set up
 
 
 def test_export_without_data_can_skip_the_check(run, tmp_path, capsys, monkeypatch):
