@@ -80,7 +80,7 @@ and normalized. The output `probabilities` [B, C] is float32, in this order: {",
 ```python
 import numpy as np
 from PIL import Image, ImageOps
-picture = ImageOps.exif_transpose(Image.open("picture.jpg")).convert("RGBA")  # one of 16 bits has to be scaled first
+picture = ImageOps.exif_transpose(Image.open("picture.jpg")).convert("RGBA")  # scale 16 bits to 8 first
 images = np.asarray(Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB"))[None]
 ```
 """
