@@ -141,7 +141,8 @@ def test_docs_list_the_exit_codes_of_the_help_text():
         (["--dataset=folder:photos"], ""),
         (["--max_steps=10"], ""),
         (["--target_accuracy=0.9"], ""),
-        (["--recipe=resnet20"], ""),
+        (["--recipe=resnet20"], "92.18 %"),
+        (["--recipe=resnet56"], ""),
         (["--model=cifarnet"], ""),
     ],
 )

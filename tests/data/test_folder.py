@@ -262,7 +262,7 @@ def test_files_of_one_name_and_of_any_case_are_all_read(tmp_path):
 def test_copies_of_training_images_in_the_test_are_counted(tmp_path, caplog):
     caplog.set_level("INFO", "cifar_towers")
     places = ("train/cat/1", "train/dog/2", "test/cat/3", "test/dog/4", "test/dog/5")
-    for place, level in zip(places, (10, 20, 30, 10, 20), strict=True):
+    for place, level in zip(places, (100, 150, 200, 100, 150), strict=True):
         put(tmp_path / f"{place}.png", level)
     load(tmp_path)
     assert caplog.messages[0].endswith(": 2 of 3 test images are copies of training images")
