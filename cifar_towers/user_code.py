@@ -148,7 +148,7 @@ def _find_module(name: str) -> ModuleSpec | None:
 def forget_files() -> None:
     """Let the next import of each file execute it again, as each run has its own global variables and its own log.
 
-    The modules that it imports from its directory are executed again too.
+    The modules beside it that it imports are executed again too, but not the packages.
     """
     _modules.clear()
     for name in _helpers:
@@ -166,7 +166,9 @@ def _import(setting: str, source: str, shared: bool) -> ModuleType:
     sys.path.insert(0, directory)  # as Python does for the directory of the script it runs
     try:
         if not is_file:
-            return _unchanged(source, importlib.import_module(source))
+            module = importlib.import_module(source)
+            _warn_of_change(source, module)
+            return module
         key = path.resolve(), path.stat().st_mtime_ns
         spec = importlib.util.spec_from_file_location(f"own_{key[0].stem}", path)
         assert spec and spec.loader, "a file that ends in .py has both"
@@ -175,25 +177,32 @@ def _import(setting: str, source: str, shared: bool) -> ModuleType:
         if not settings or (setting == "model" and setting in settings):
             sys.modules[spec.name] = module
             before = {*sys.modules}
-            spec.loader.exec_module(module)
-            files = {name: getattr(sys.modules[name], "__file__", None) for name in sys.modules.keys() - before}
-            _helpers.update(name for name, file in files.items() if file and Path(file).parent == path.parent.resolve())
+            try:
+                spec.loader.exec_module(module)
+            finally:
+                files = {name: getattr(sys.modules[name], "__file__", None) for name in sys.modules.keys() - before}
+                beside = {name for name, file in files.items() if file and Path(file).parent.resolve() == key[0].parent}
+                _helpers.update(beside)
         settings.add(setting)
         return module
     finally:
         sys.path.remove(directory)
 
 
-def _unchanged(name: str, module: ModuleType) -> ModuleType:
-    """Return a module of this name. Raise if its file is another than when a setting first named it."""
+def _warn_of_change(name: str, module: ModuleType) -> None:
+    """Warn if the file of a module has changed since a setting first named it, and the module was not reloaded."""
     path = Path(getattr(module, "__file__", None) or "")
-    if path.is_file():
-        spec, code = module.__spec__, path.read_bytes()
-        imported, before = _packages.setdefault(name, (spec, code))
-        if spec is imported and code != before:
-            raise UsageError(f"{path} has changed since it was imported; reload it, or name it as {path.name}:function")
+    if not path.is_file():
+        return
+    spec, code = module.__spec__, path.read_bytes()
+    imported, before = _packages.setdefault(name, (spec, code))
+    if spec is not imported:
         _packages[name] = spec, code
-    return module
+    elif code != before:
+        logging.getLogger(__name__).warning(
+            f"{path} has changed since a run first used it, and its old code runs unless it was reloaded; "
+            f"{path.name}:function is read anew in each run"
+        )
 
 
 def _error_line(error: BaseException) -> str:
@@ -205,6 +214,8 @@ def _error_line(error: BaseException) -> str:
     name = "notebook cell" if path.parent.name.startswith("ipykernel_") else path.name
     place = f"{name}, line {users[-1].lineno}: " if users else ""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Keras writes in bold
-    beside = users and isinstance(error, ModuleNotFoundError) and (path.parent / f"{error.name}.py").is_file()
-    hint = "; import it at the top of the file, not in a function" if beside else ""
+    hint = ""
+    missing = path.parent / f"{error.name}.py" if isinstance(error, ModuleNotFoundError) else None
+    if missing and missing.is_file() and users and users[-1].name != "<module>":
+        hint = "; import it at the top of the file, not in a function"
     return f"{place}{type(error).__name__}: {' '.join(text.split())[:200]}{hint}"

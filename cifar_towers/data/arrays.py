@@ -117,13 +117,12 @@ def _check_images(name: str, images: np.ndarray) -> np.ndarray:
 
 
 def _describe_levels(name: str, images: np.ndarray) -> str:
-    """Return how to make levels of images of another type, by the values of a hundred of them."""
+    """Return how to make levels of images of another type, by their values."""
     if images.dtype.kind not in "fiub":
         return "save numbers"
-    if not np.isfinite(images).all():
-        return f"replace its values that are not finite first, as by np.nan_to_num({name})"
-    some = images[:: len(images) // 100 + 1]
-    low, high = some.min(), some.max()
+    low, high = images.min(), images.max()
+    if not np.isfinite([low, high]).all():
+        return f"replace its values that are not finite first, as by np.nan_to_num({name}, posinf=0, neginf=0)"
     if low < 0 or high > 255:
         return f"scale its {low:.4g} to {high:.4g} to 0 to 255 first"
     levels = f"(255 * {name})" if images.dtype.kind in "fb" and high <= 1 else name

@@ -95,8 +95,8 @@ def load(data: OwnData, image_size: int, names: Sequence[str]) -> dict[str, Spli
     images = next(iter(arrays.values()))
     if (brightest := int(images.max())) < 32:
         log.info(
-            f"the brightest pixel of {len(images)} images is {brightest} of 255: pictures of 16 bits are read as 0 to "
-            "65535, so scale those of 12 bits first"
+            f"the brightest pixel of {len(images)} images is {brightest} of 255: scale them to 0 to 255 first, or "
+            "pictures of 16 bits to 0 to 65535"
         )
     info = DatasetInfo(data.class_names, image_size, *moments(images))
     return {name: Split(array, splits[name][1], info) for name, array in arrays.items()}
