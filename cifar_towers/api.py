@@ -136,17 +136,19 @@ def load_run(path: Path | str) -> Run:
 
 @contextlib.contextmanager
 def _visible_log() -> Iterator[None]:
-    """Print the package's log lines inside, by the process's own handlers if it has any.
+    """Print the package's log lines inside, unless the process shows lines of level INFO by handlers of its own.
 
     A level that the caller has set for the logger `cifar_towers` stays as it is.
     """
     logger, handler = logging.getLogger("cifar_towers"), logging.StreamHandler(sys.stdout)
-    level = logger.level
-    if not logger.hasHandlers():
+    level, propagate = logger.level, logger.propagate
+    if not (logger.hasHandlers() and logger.isEnabledFor(logging.INFO)):
         logger.addHandler(handler)
-    logger.setLevel(level or logging.INFO)
+        logger.propagate = False  # a library's first warning gives the root logger a handler for all levels
+        logger.setLevel(level or logging.INFO)
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+        logger.propagate = propagate

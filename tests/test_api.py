@@ -249,13 +249,23 @@ def test_training_in_another_thread(run, tmp_path):
     assert runs[0].result["weights_sha256"] == run.result["weights_sha256"]
 
 
-@pytest.mark.parametrize(("level", "shown"), [(logging.NOTSET, ["said"]), (logging.WARNING, [])])
-def test_the_log_is_shown_by_handlers_of_the_process_unless_it_has_set_a_level(monkeypatch, caplog, level, shown):
+@pytest.mark.parametrize(("level", "shown"), [(logging.NOTSET, "said\n"), (logging.WARNING, "")])
+def test_the_log_is_printed_although_a_library_has_logged_a_warning(monkeypatch, capsys, level, shown):
+    """With the first warning that is logged without a logger, the root logger gets a handler of its own."""
     logger = logging.getLogger("cifar_towers")
     monkeypatch.setattr(logger, "level", level)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    logging.warning("theirs")
     with api._visible_log():
         logger.info("said")
-    assert caplog.messages == shown and logger.level == level
+    assert capsys.readouterr() == (shown, "WARNING:root:theirs\n") and logger.level == level and logger.propagate
+
+
+def test_the_log_is_left_to_a_process_that_shows_it(caplog, capsys):
+    caplog.set_level("INFO")
+    with api._visible_log():
+        logging.getLogger("cifar_towers").info("said")
+    assert caplog.messages == ["said"] and capsys.readouterr() == ("", "")
 
 
 def test_own_code_is_shared_by_settings_and_refused_with_a_variable_and_its_changes_are_named(tmp_path, capsys):
