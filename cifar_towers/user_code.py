@@ -25,7 +25,7 @@ from cifar_towers.errors import UsageError, did_you_mean
 log_once = functools.cache(logging.getLogger(__name__).info)  # some runs build and check their model several times
 _modules: dict[tuple[Path, int], tuple[ModuleType, set[str]]] = {}  # of files, with the settings that name them
 _helpers: set[str] = set()  # modules beside these files, which the files imported
-_packages: dict[str, tuple[ModuleSpec | None, bytes]] = {}  # how modules were imported, with their code
+_first_used: dict[str, tuple[ModuleSpec | None, bytes]] = {}  # spec and code of modules when a setting named them
 
 
 def split_function(name: str) -> tuple[str, str] | None:
@@ -195,9 +195,9 @@ def _warn_of_change(name: str, module: ModuleType) -> None:
     if not path.is_file():
         return
     spec, code = module.__spec__, path.read_bytes()
-    imported, before = _packages.setdefault(name, (spec, code))
+    imported, before = _first_used.setdefault(name, (spec, code))
     if spec is not imported:
-        _packages[name] = spec, code
+        _first_used[name] = spec, code
     elif code != before:
         logging.getLogger(__name__).warning(
             f"{path} has changed since a run first used it, and its old code runs unless it was reloaded; "

@@ -232,7 +232,7 @@ def _combine_micro_batches(
     if not pipelined and len(parts) > 1:
         parts = [[weighted_sum([gradient], [1 / len(parts)], device) for gradient in parts[-1]]]
     part_grads = [list(zip(part, weights, strict=True)) for part in parts]
-    gradients = [gradient for gradient, _ in average_gradients(part_grads)]
+    gradients = [gradient for gradient, _ in average_gradients(part_grads)]  # which leaves a single list as it is
     devices = [variable.device if pipelined else device for variable in reversed(weights)]
     return TowerResult(
         losses=losses,
