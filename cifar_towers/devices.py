@@ -98,9 +98,9 @@ def choose_precision(setting: str, towers: Sequence[Tower], trained_in: str = ""
 def resolve_precision(setting: str, device: str) -> tuple[str, str]:
     """Return (`float32`, `bfloat16` or `float16`, the reason) for a value of `--precision` and a kind of device.
 
-    `auto` is bfloat16 where it is native and faster: GPUs of compute capability 8.0 or more, processors with AMX or
-    AVX512-BF16. Intel's processors with AVX512-BF16 alone compute it at the rate of float32; elsewhere it is emulated
-    and slow. In both cases `auto` is float32.
+    `auto` is bfloat16 where that is native and faster: GPUs of compute capability 8.0 or more, processors with AMX,
+    AVX512-BF16 or Arm's BF16. It is float32 elsewhere, where bfloat16 is emulated and slow, and on Intel's processors
+    with AVX512-BF16 alone, where bfloat16 has the rate of float32.
     """
     if setting != "auto":
         return setting, "as asked"

@@ -79,7 +79,7 @@ TRAINING_ERRORS = (DivergedError, WorkerLostError, CorruptedError)
 class Interrupted(BaseException):
     """A signal asked the run to stop.
 
-    It is not an `Exception`, like `KeyboardInterrupt`, so that no `except Exception` on the way takes it for a failure.
+    Like `KeyboardInterrupt`, it is no `Exception`, so that no `except Exception` on the way takes it for a failure.
     """
 
     label = "interrupted"

@@ -39,7 +39,7 @@ from cifar_towers.models.layers import has_batch_norm
 from cifar_towers.models.user_model import own_statistics
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec, Workers
-from cifar_towers.reporting.phase_timer import PhaseTimer
+from cifar_towers.reporting.phase_timer import PhaseTimer, training_seconds
 from cifar_towers.reporting.profiler import StepProfiler
 from cifar_towers.reporting.run_logger import CallbackError, Callbacks, RunInfo, RunLogger
 from cifar_towers.reporting.run_records import read_times
@@ -64,6 +64,7 @@ def train(
     callbacks: Sequence[Any] = (),
     make_handle: Callable[[Path], Any] = Path,
     timer: PhaseTimer | None = None,
+    others: Sequence[TrainConfig] = (),
 ) -> dict:
     """Train, resume, or return the stored result of a finished run. On a cluster only worker 0 writes `train_dir`.
 
@@ -75,6 +76,7 @@ def train(
         `Callbacks`.
       make_handle: function from the run's directory to the object that callbacks get as `run`.
       timer: the timer that runs since the program started; default: a new one.
+      others: configs of the command's other seeds; with `overwrite`, their directories are cleared with this one.
 
     Returns:
       The content of result.json. `reached` is the accuracy that met the target, or 0. `images_per_sec` is None if every
@@ -92,15 +94,16 @@ def train(
         if cluster:
             workers.assert_equal(shared_values(config, dataset, hardware.precision, len(hardware.local_towers)))
         again = "the same command" + " without --overwrite" * config.overwrite  # which would delete the run
-        explained = explained_errors(config, hardware.towers)  # by the command: a restart does not overwrite again
-        config = workdir.choose_directory(config, source.banner, launch_id)
+        explained = explained_errors(config, hardware.towers)  # before `choose_directory` may drop `overwrite`
+        config, *others = (workdir.choose_directory(each, source.banner, launch_id) for each in (config, *others))
+        overwritten = [each.directory for each in others if each.overwrite]
         with coordination.worker_train_dir(workers, config.train_dir) as own, explained:
             config = dataclasses.replace(config, train_dir=own)
             named = [load_object("callback", config.callback)] if config.callback and workers.is_chief else []
             callbacks = [*callbacks, *named] if workers.is_chief else []
             with Callbacks(callbacks, make_handle(config.directory)).until_end() as told:
                 set_up = functools.partial(Run, dataset, source.banner, hardware, shutdown, workers, timer, told, again)
-                return train_run(config, set_up, launch_id)
+                return train_run(config, set_up, launch_id, overwritten)
 
 
 def shared_values(config: TrainConfig, dataset: Dataset, precision: str, num_towers: int) -> dict[str, Any]:
@@ -117,8 +120,12 @@ def shared_values(config: TrainConfig, dataset: Dataset, precision: str, num_tow
     return shared_settings(config) | versions | code | data | {"precision": precision, "towers": num_towers}
 
 
-def train_run(config: TrainConfig, set_up: Callable[..., "Run"], launch_id: str) -> dict:
+def train_run(
+    config: TrainConfig, set_up: Callable[..., "Run"], launch_id: str, overwritten: Sequence[Path] = ()
+) -> dict:
     """Train a run to its end, and write its result.
+
+    With `overwrite`, its directory and the `overwritten` ones of other runs are cleared first.
 
     With `micro_batches=auto`, a run whose step does not fit into memory is set up again with more micro-batches, and
     resumes.
@@ -134,6 +141,9 @@ def train_run(config: TrainConfig, set_up: Callable[..., "Run"], launch_id: str)
                 step = run.resume()
                 if config.overwrite:  # now that nothing is refused any more
                     workdir.clear(config.directory, launch_id)
+                    for other in overwritten:
+                        with workdir.exclusive(other):
+                            workdir.clear(other, launch_id)
                     config = dataclasses.replace(config, overwrite=False)
                 if result := run.stored_result(step):
                     return result
@@ -388,6 +398,8 @@ class Run:
         self.shutdown.defer_signals(by_consensus=self.workers.size > 1)
         self.timer.end_phase("start")
         self.logger.write_times()
+        if self.profiler and step >= self.profiler.last:
+            self.log(f"profile_steps={self.config.profile_steps}: no new trace, as the run goes on from step {step}")
         if step == 0 and (self.config.rollback_on_divergence or self.config.init_from):
             self.save_now(0)  # a checkpoint to roll back to; a run that resumes from it does not read `init_from`
 
@@ -494,7 +506,7 @@ class Run:
             self.reached = score["accuracy"]
             self.log(
                 f"reached {100 * self.reached:.2f} % on {score['split']} (target {100 * target:.2f} %) at step "
-                f"{step}, after {self.timer.training_seconds:.1f} s of training"
+                f"{step}, after {training_seconds(self.timer.seconds):.1f} s of training"
             )
 
     # Evaluating, saving, going back
@@ -567,14 +579,16 @@ class Run:
             ) from error
         self.step_runner.discard()
         self.health.roll_back(error, advice)
-        metadata = self.checkpoints.roll_back(self.health.last_good_step, self.health.rollbacks)
+        metadata = self.checkpoints.roll_back(self.health.last_good_step, **self.health.summary())
         if metadata is None:
-            raise error
+            reason = f"{error}; there is no checkpoint to go back to"
+            raise DivergedError(f"{reason}: start again with --overwrite and {advice}") from error
         step, self.evaluations, self.reached = metadata["step"], metadata["evaluations"], 0.0
         self.timer.resume(metadata, self.timer.metadata())
         self.logger.truncate_after(step)
         rates = f"learning rates are {self.health.rate_factor:g} of the recipe's"
         self.log(f"{error}\nrolled back to step {step}; {rates}")
+        self.timer.end_phase("save")
         return step
 
     def choose_more_micro_batches(self, error: tf.errors.OpError) -> int:

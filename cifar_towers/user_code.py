@@ -111,7 +111,7 @@ def load_object(setting: str, name: str, shared: bool = True) -> Any:
 
 @contextlib.contextmanager
 def of_setting(setting: str, name: str) -> Iterator[None]:
-    """Begin the message of a UsageError inside with the setting that names the user's code."""
+    """Put the setting that names the user's code before the message of a UsageError in the context."""
     try:
         yield
     except UsageError as error:
@@ -120,7 +120,7 @@ def of_setting(setting: str, name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_usage_errors(message: str) -> Iterator[None]:
-    """Raise an error or `sys.exit` in the user's code inside as a one-line UsageError, with its place in the code."""
+    """Turn an error or `sys.exit` in the context into a one-line UsageError, with its place in the user's code."""
     try:
         yield
     except UsageError:
@@ -148,7 +148,7 @@ def _find_module(name: str) -> ModuleSpec | None:
 def forget_files() -> None:
     """Let the next import of each file execute it again, as each run has its own global variables and its own log.
 
-    The modules beside it that it imports are executed again too, but not the packages.
+    Modules that a file imports from its own directory are executed again too. Packages are not.
     """
     _modules.clear()
     for name in _helpers:

@@ -1,7 +1,7 @@
 """Checkpoints: written whole or not at all, found, verified and read.
 
 A checkpoint is a directory `checkpoints/step-<step>/` with the variables in TensorFlow's format, metadata.json and a
-manifest. It knows nothing of towers or devices. Only the functions that write and read variables import TensorFlow.
+manifest. Its variables do not depend on towers or devices. Only writing and reading variables imports TensorFlow.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cifar_towers import files
-from cifar_towers.errors import DataError, UsageError, error_text
+from cifar_towers.errors import DataError, UsageError, error_text, listed
 from cifar_towers.files import CHECKPOINTS_DIR
 
 if TYPE_CHECKING:
@@ -25,10 +25,9 @@ log = logging.getLogger(__name__)
 METADATA = "metadata.json"
 PREFIX = "state"
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
-MAX_LISTED = 8  # runs in one error message
 EARLIER_METADATA = "facts.json"  # what versions before 2026-11-25 wrote instead
 
-Variables = Mapping[str, "tf.Variable"]  # every variable of a run by its lasting name
+Variables = Mapping[str, "tf.Variable"]  # every variable of a run by its name in checkpoints
 
 
 def checkpoint_path(train_dir: Path, step: int) -> Path:
@@ -66,7 +65,7 @@ def latest_checkpoint(train_dir: Path) -> Path | None:
 
 
 def find_checkpoint(train_dir: Path, step: int = 0) -> Path:
-    """Return the checkpoint of a step, or without one the newest undamaged checkpoint.
+    """Return the checkpoint of `step`, or if `step` is 0 the newest undamaged one.
 
     Raises:
       UsageError: there is none; the message names what there is instead. DataError: it is damaged, or all are.
@@ -90,8 +89,7 @@ def _explain_missing(train_dir: Path) -> str:
         return f"no checkpoint in {train_dir}: its run has not saved any yet; train on, then repeat this command"
     reason = "it is not the directory of a run" if train_dir.is_dir() else "there is no such directory"
     others = sorted({path.parents[1].name for path in train_dir.parent.glob(f"*/{CHECKPOINTS_DIR}/step-*")})
-    listed = ", ".join(others[:MAX_LISTED]) + ", ..." * (len(others) > MAX_LISTED)
-    hint = f"runs beside it: {listed}" if others else "give the directory of a run, as runs/speed94-seed0"
+    hint = f"runs beside it: {listed(others)}" if others else "give the directory of a run, as runs/speed94-seed0"
     return f"no checkpoint in {train_dir}: {reason}; {hint}"
 
 
@@ -238,7 +236,7 @@ def initialize_variables(source: Path, variables: Variables, head: Sequence[str]
 
 
 def read_variables(checkpoint: Path, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-    """Return values by lasting name, of these names or of all variables.
+    """Return {name: value} of the variables in `names`, or of all variables.
 
     Raises:
       UsageError: a name is not in the checkpoint. DataError: the checkpoint is damaged.

@@ -47,7 +47,7 @@ class CheckpointManager:
         self._save_seconds, self._last_save = 0.0, time.monotonic()
 
     def should_save(self, step: int, evaluated: bool) -> bool:
-        """Return whether worker 0 is to save after `step`.
+        """Return whether this worker saves after `step`; only worker 0 does.
 
         If saving goes by the clock, an `evaluated` step is saved early, because the checkpoint then has an accuracy.
         """
@@ -75,7 +75,7 @@ class CheckpointManager:
         try:
             if nonfinite := first_nonfinite(self.variables):
                 raise OSError(f"{nonfinite} is not finite")
-            save_checkpoint(self.train_dir, step, self.variables, metadata)
+            save_checkpoint(self.train_dir, step, self.variables, {**metadata, "failed_saves": self.failed_saves})
             prune_checkpoints(self.train_dir, self.max_to_keep)
             self._saved_step = step
         except OSError as error:
@@ -156,14 +156,19 @@ class CheckpointManager:
         self._saved_step = metadata["step"]
         last = files.read_json_if_any(self.train_dir / files.ROLLBACKS)  # may be newer than the checkpoint
         self._rolled_back_to = last.get("step")
-        return metadata | {"rollbacks": max(metadata.get("rollbacks", 0), last.get("rollbacks", 0))}
+        self.failed_saves = max(self.failed_saves, metadata.get("failed_saves", 0))
+        counts = ("rollbacks", "skipped_steps")
+        counted = {name: max(metadata.get(name, 0), last.get(name, 0)) for name in counts}
+        if self._rolled_back_to == metadata["step"]:
+            counted["skipped_in_a_row"] = 0  # as after the rollback
+        return metadata | counted
 
-    def roll_back(self, last_good_step: int, rollbacks: int) -> dict[str, Any] | None:
-        """Restore the newest undamaged checkpoint up to `last_good_step` and remove the later ones.
+    def roll_back(self, last_good_step: int, rollbacks: int, skipped_steps: int = 0) -> dict[str, Any] | None:
+        """Restore the newest undamaged checkpoint whose last good step is at most `last_good_step`; remove later ones.
 
-        If the previous rollback ended at the same checkpoint, restore the checkpoint before it. The number of
-        `rollbacks`, with this one, and the step are written to a file at once, because the run may end before its next
-        checkpoint.
+        If the previous rollback restored it too, and no step was good since, restore the one before. `rollbacks`,
+        which counts this one, `skipped_steps` and the restored step are written to a file at once, because the run may
+        end before its next checkpoint.
 
         Returns:
           The metadata of the restored checkpoint, or None if there is none to restore.
@@ -171,18 +176,19 @@ class CheckpointManager:
         Raises:
           RunError: a later checkpoint cannot be removed, and would be mistaken for one of the run as it continues.
         """
-        return self._on_all_workers(lambda: self._roll_back(last_good_step, rollbacks))
+        return self._on_all_workers(lambda: self._roll_back(last_good_step, rollbacks, skipped_steps))
 
-    def _roll_back(self, last_good_step: int, rollbacks: int) -> dict[str, Any] | None:
-        undamaged = [path for path in list_checkpoints(self.train_dir) if not describe_damage(path)]
-        steps = [step for path in undamaged if (step := read_metadata(path)["step"]) <= last_good_step]
+    def _roll_back(self, last_good_step: int, rollbacks: int, skipped_steps: int) -> dict[str, Any] | None:
+        undamaged = [read_metadata(path) for path in list_checkpoints(self.train_dir) if not describe_damage(path)]
+        # a skipped step updated nothing, or with hard examples the net and not its proxy
+        steps = [each["step"] for each in undamaged if each["step"] - each.get("skipped_in_a_row", 0) <= last_good_step]
         if not steps:
             return None
         go_further = steps[-1] == last_good_step == self._rolled_back_to and len(steps) > 1
         step = steps[-2 if go_further else -1]
         path, checkpoint = self.train_dir / files.ROLLBACKS, checkpoint_path(self.train_dir, step)
         with files.BestEffortWrites(path):
-            files.write_json(path, {"rollbacks": rollbacks, "step": step})
+            files.write_json(path, {"rollbacks": rollbacks, "skipped_steps": skipped_steps, "step": step})
         metadata = self.restore(checkpoint)
         self._rolled_back_to = step
         for path in (path for path in list_checkpoints(self.train_dir) if path > checkpoint):
@@ -206,7 +212,7 @@ class CheckpointManager:
 
 
 def prune_checkpoints(train_dir: Path, max_to_keep: int) -> None:
-    """Remove all checkpoints except the newest and the one of highest accuracy. What cannot be removed stays."""
+    """Remove all checkpoints except the `max_to_keep` newest and the most accurate; ignore errors of removal."""
     checkpoints = list_checkpoints(train_dir)
     best = max(checkpoints, key=_accuracy)
     for checkpoint in checkpoints[:-max_to_keep]:

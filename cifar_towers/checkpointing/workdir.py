@@ -113,9 +113,9 @@ def check_settings(config: TrainConfig, launch_id: str = "") -> None:
     `exclusive`, `check_is_own` and `check_resumable` repeat these checks later, when the model and the data are known.
 
     Raises:
-      UsageError: another process trains in the directory; or it is refused by `check_is_own`; or the newest checkpoint
-        was made with other settings, or by an earlier version of this project; or there is none, and none in
-        `init_from`. DataError: all there are damaged.
+      UsageError: another process trains in the directory; or `check_is_own` refuses it; or the newest checkpoint was
+        made with other settings, or by an earlier version of this project; or a new run's `init_from` has none.
+        DataError: all checkpoints of `init_from` are damaged.
     """
     if not launch_id and files.is_locked(config.directory / files.LOCK):  # a launch's last process may still be ending
         raise UsageError(IN_USE.format(config.directory))
@@ -149,7 +149,7 @@ def check_is_own(config: TrainConfig) -> None:
 
 
 def clear(directory: Path, launch: str = "") -> None:
-    """Remove what a run wrote, and nothing else. Leave the name of a `launch`, for the processes it starts again.
+    """Remove what a run wrote, and nothing else. Then write the id `launch`: its restarted processes resume.
 
     Raises:
       UsageError: something cannot be removed or written.
@@ -207,7 +207,7 @@ def _check_recipe(
 ) -> None:
     """Raise if a checkpoint was made with other settings, or on another data set if the name of one is given.
 
-    The value that was chosen for `auto` is the same setting, and so is another path of the same code.
+    Neither the value chosen for `auto` nor another path to the same code counts as another setting.
     """
     saved, code = dict(metadata["recipe"]), own_code(config)
     for name, auto in {"precision": "auto", "micro_batches": 0}.items():
@@ -280,7 +280,7 @@ def describe_changed_code(saved: Mapping[str, Any], current: Mapping[str, Any]) 
 
 
 def describe_changed_threads(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """Return a line about the number of threads if a resumed run on as many towers has another; otherwise empty."""
+    """Return a line if a resumed run has another number of threads on as many towers; otherwise empty."""
     before, now = (each.get("threads", 0) for each in (saved, current))
     if saved["towers"] != current["towers"] or not before or not now or before == now:
         return ""

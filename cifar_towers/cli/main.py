@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,11 +108,14 @@ def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: Shutdow
     runs = [config.of_seed(seed) for seed in seeds]
     chosen = [workdir.choose_directory(run, source.banner, launch_id) for run in runs]
     directories, overwritten = [run.directory for run in chosen], [run.directory for run in chosen if run.overwrite]
+    launch_id = launch_id or uuid.uuid4().hex  # written to cleared directories: no later run clears them again
     statistics = directories[0].with_name(directories[0].name.removesuffix(str(seeds[0])) + "s")
     with SeedStatistics(statistics, directories, overwritten).updated_in_background():
         for run in runs:
+            others = [other for other in runs if other is not run]
             try:
-                results.append(trainer.train(run, source, shutdown, launch_id=launch_id, make_handle=Run))
+                result = trainer.train(run, source, shutdown, launch_id=launch_id, make_handle=Run, others=others)
+                results.append(result)
             except DivergedError as error:
                 diverged[run.seed] = str(error)
                 log.error(f"seed {run.seed} diverged: {error}")

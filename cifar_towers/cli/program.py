@@ -22,6 +22,14 @@ from cifar_towers.user_code import check_function
 Body = Callable[[ShutdownHandler], int | None]  # of a program; may return an exit code
 
 
+class StderrHandler(logging.StreamHandler):
+    """A handler that prints to what `sys.stderr` is then. During a live progress line, this prints above the line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def program(body: Body) -> Callable[[], None]:
     """Make a program that calls `body` and exits with the code that it returns, or that of the error it raises."""
 
@@ -35,7 +43,7 @@ def program(body: Body) -> Callable[[], None]:
 def run(body: Body) -> int:
     """Call the body of a program and return its exit code; print the error that it raises as one line."""
     shutdown = ShutdownHandler()
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[StderrHandler()])
     logging.getLogger("cifar_towers").setLevel(logging.INFO)
     try:
         try:
@@ -94,7 +102,7 @@ def start_tool(config_class: type[Config], program: Callable, shutdown: Shutdown
 
 
 def find_data(config: TrainConfig):
-    """Return the source of the data. TensorFlow is imported after the check that there is one."""
+    """Locate the data, then import TensorFlow. Return the source of the data."""
     from cifar_towers.data import sources
 
     source = sources.find(config.dataset, config.data_dir)

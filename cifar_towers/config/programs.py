@@ -83,7 +83,7 @@ class EvaluateConfig(ComputeConfig, RunDataConfig):
     """Settings of `evaluate.py`."""
 
     split: str = _evaluation("test", "part of the data set to evaluate", choices=("test", "validation", "train"))
-    num_images: int = _evaluation(0, "number of images to evaluate, the first of each set; 0: all", low=0)
+    num_images: int = _evaluation(0, "number of images to evaluate, of each set; 0: all", low=0)
     corruptions: str = _evaluation(
         "", "corruptions that are applied to the images, as '*', 'contrast_*' or '*_3'; default: none"
     )

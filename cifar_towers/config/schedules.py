@@ -71,7 +71,7 @@ def piecewise_constant(step: float, steps: list[float], values: tuple[float, ...
     return values[passed - 1] if passed else before
 
 
-# Functions (step, steps of the points, their values) -> factor. A step may be a fraction, and before the first point.
+# Functions (step, steps of the points, their values) -> factor. A step may be fractional, or before the first point.
 RATE_SHAPES = {"linear": piecewise_linear, "step": piecewise_constant}
 
 

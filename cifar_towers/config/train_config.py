@@ -285,11 +285,11 @@ class TrainConfig(DeviceConfig):
         False, "permission for worker addresses that the internet reaches; TensorFlow's port has no authentication"
     )
 
-    recipe: str = _run.free("", "recipe to train, a file in configs/; default: speed94, unless --model is given")
+    recipe: str = _run.free("", "recipe to train, a file in configs/; default: speed94, without --model and --flagfile")
     train_dir: str = _run.free(
         "",
         "directory of everything the run writes; default: runs/<recipe>-seed<seed>, with -<dataset> for data other "
-        "than CIFAR-10 and synthetic, and -from-<run> for init_from",
+        "than CIFAR-10 and dataset=synthetic, and -from-<run> for init_from",
         per_worker=True,
         per_run=True,
     )
@@ -402,9 +402,9 @@ class TrainConfig(DeviceConfig):
     )
     learning_rate: float = _optimizer.recipe(0.1, "peak learning rate", low=0)
     bias_learning_rate: float = _optimizer.recipe(
-        0.0, "peak learning rate of biases and norm shifts; 0: learning_rate", low=0
+        0.0, "peak learning rate of biases and norms; 0: learning_rate", low=0
     )
-    head_learning_rate: float = _optimizer.recipe(0.0, "peak learning rate of the last layer; 0: learning_rate", low=0)
+    head_learning_rate: float = _optimizer.recipe(0.0, "peak learning rate of the last kernel; 0: learning_rate", low=0)
     whitening_learning_rate: float = _optimizer.recipe(
         0.0, "peak learning rate of whitening layers' biases; 0: bias_learning_rate", low=0
     )
@@ -424,7 +424,7 @@ class TrainConfig(DeviceConfig):
     nesterov: bool = _optimizer.recipe(False, "Nesterov momentum in SGD")
     muon_momentum: float = _optimizer.recipe(0.655, "momentum coefficient of Muon", low=0, high=0.9999)
     weight_decay: float = _optimizer.recipe(
-        0.0, "weight decay at learning_rate; groups with other rates decay by the same fraction per step", low=0
+        0.0, "weight decay at learning_rate; all weights of one update rule decay by the same fraction per step", low=0
     )
     label_smoothing: float = _optimizer.recipe(
         0.0, "probability that is spread over all classes in training labels", low=0, high=0.9999

@@ -72,7 +72,7 @@ class Batches:
         self._own_draws = NUM_OWN_DRAWS if own_augmentation else 0
         self._images_on: dict[str, tf.Variable] = {}
         for device in devices:
-            with tf.device(device):  # GPUs gather uint8 from variables alone; all images would travel in every step
+            with tf.device(device):  # GPUs gather uint8 only from variables; a tensor would be copied in every step
                 self._images_on[device] = tf.Variable(split.images, trainable=False)
         with tf.device(HOST):
             self._labels = tf.constant(split.labels)

@@ -48,7 +48,7 @@ CACHE_ERRORS = (OSError, RuntimeError)  # RuntimeError: the user has no home dir
 
 
 def locate(data_dir: str = "") -> Path:
-    """Return TFDS's directory or that of CIFAR-10's own files, if it is there or is cached or can be downloaded.
+    """Return TFDS's directory, or the path of CIFAR-10's own files, if the data are there, cached or downloadable.
 
     This takes seconds at most.
 

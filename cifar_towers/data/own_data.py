@@ -22,8 +22,8 @@ class OwnData(NamedTuple):
     """The examples of a data set of the user's own, located but not read."""
 
     class_names: tuple[str, ...]
-    # Split -> (n items, their class numbers [n] int64). It is `all` alone, or `train` comes first: the images of the
-    # first split give mean and standard deviation. Errors name an item by its text.
+    # Split -> (n items, their class numbers [n] int64): `all` alone, or `train` first if there is one. The first split
+    # that is read gives mean and standard deviation. Errors name an item by its text.
     splits: dict[str, tuple[Any, np.ndarray]]
     # Return a hash of an item that stays the same when the data are moved. The order of the hashes decides which
     # examples are held out.
@@ -43,14 +43,15 @@ def number_classes(
     Args:
       splits: split -> items and their labels. Without a test, `validation` becomes the test split.
       classes: label -> name of the class, in the order of their numbers.
-      complete: splits that need an example of every class.
+      complete: splits that need an example of every class, if there is something to train on.
       hint: end of the messages about too few classes or examples.
 
     Raises:
       ValueError: there are too few classes or two of one name, or a label, a split or an example is missing.
     """
     names, numbers = [*classes.values()], {label: number for number, label in enumerate(classes)}
-    if len(names) < (2 if splits.keys() & {"train", ALL} else 1):
+    is_for_training = bool(splits.keys() & {"train", ALL})
+    if len(names) < (2 if is_for_training else 1):
         raise ValueError(f"at least two classes are needed, and there is {listed(names) or 'none'}; {hint}")
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(f"{listed(twice)} is the name of several classes; give each class a name of its own")
@@ -65,7 +66,7 @@ def number_classes(
         if unknown := [str(label) for label in counts if label not in numbers]:
             suggestion = did_you_mean(unknown[0], names) or f"the classes are {listed(names)}; "
             raise ValueError(f"{listed(sorted(unknown))} in {name} is no class; {suggestion}give all splits the same")
-        needed = {ALL: 2, **dict.fromkeys(complete, 1)}.get(name, 0)  # of two, one is tested on
+        needed = is_for_training * {ALL: 2, **dict.fromkeys(complete, 1)}.get(name, 0)  # of two, one is tested on
         if few := [classes[label] for label in classes if counts[label] < needed]:
             use = "test" if name == "test" else "train"
             suggestion = "".join(did_you_mean(name, {*names}.difference(few)) for name in few[:3])
@@ -77,7 +78,7 @@ def number_classes(
 
 
 def load(data: OwnData, image_size: int, names: Sequence[str]) -> dict[str, Split]:
-    """Return the splits of these names that have examples, in the order of the examples' hashes.
+    """Return the splits of these names that have examples, in the order of `divided`.
 
     Raises:
       DataError: some images cannot be read; the message names them.
@@ -106,14 +107,14 @@ def divided(data: OwnData, names: Sequence[str] = SPLITS) -> Iterator[tuple[str,
     """Yield (split, items, class numbers) of these splits, in the order of the items' hashes.
 
     In this order the first examples are a random sample, as some callers need. If the data has no splits, the first
-    fifth of each class is the test split.
+    fifth of each class is the test split. Corrupted images keep their order, which is the same in each of their sets.
     """
     for name, (items, labels) in data.splits.items():
         if name not in (*names, ALL):
             continue
         hashes = [data.hash_of(item) for item in items]
         by_class = np.argsort(labels, kind="stable") if name == ALL else range(len(labels))  # where hashes are equal
-        order = np.array(sorted(by_class, key=hashes.__getitem__), int)
+        order = np.array(sorted(by_class, key=hashes.__getitem__) if name in (*SPLITS, ALL) else by_class, int)
         parts = {name: order}
         if name == ALL:
             held_out = np.zeros(len(order), bool)

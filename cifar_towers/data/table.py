@@ -24,7 +24,7 @@ MAX_LISTED = 3  # wrong rows in one error message
 
 
 def scan(table: Path) -> OwnData:
-    """List the images of a table by class. The classes are in the order of numbers if they are numbers.
+    """List the images of a table by class. Sort the classes as numbers if all are numbers, otherwise as text.
 
     Raises:
       OSError, ValueError: the table cannot be read or has no header, has rows without an image, a class or a split, has
@@ -121,7 +121,7 @@ def _find_image(
     list_names: Callable[..., Mapping[str, str]],
     fold: Callable[[str], str] = str,
 ) -> Path | None:
-    """Return the path of a file that a table names, with or without its suffix, None without one; names are folded."""
+    """Return the path of a file that a table names, with or without suffix, or None. Compare names after `fold`."""
     suffixes = ("",) if name.lower().endswith(image_files.SUFFIXES) else image_files.SUFFIXES
     for place in places:
         folder, stem = os.path.split(os.path.join(root, place, name.replace("\\", "/")))

@@ -67,10 +67,10 @@ def match(name: str, directory: Path) -> tuple[str, ...]:
 
 
 def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> dict[str, Split]:
-    """Return train, if there is one, and test if wanted, with each image's central square resized to `image_size`.
+    """Return those of train and test that are wanted and exist, each image's central square resized to `image_size`.
 
-    The test split is `test`; or `validation`, if there is no test or its images have no labels; or else the last fifth
-    of `train`.
+    If the name has a *, return the test split of each wanted config instead. The test split is `test`; `validation`, if
+    there is no test or its images have no labels; otherwise the last fifth of `train`.
 
     Raises:
       UsageError: the examples are not images with one of several classes each.

@@ -10,7 +10,7 @@ from cifar_towers.errors import count
 MAX_MISTAKES = 32
 NUM_BINS = 15  # equal bins of the confidence, the highest probability of an image (arXiv 1706.04599)
 MAX_NEWTON_STEPS = 100  # about 5 are taken
-NO_TEMPERATURE = "all predictions are correct, or the logits tell nothing about the classes"
+NO_TEMPERATURE = "none of the predictions is wrong, or the logits tell nothing about the classes"
 
 
 class Score:
@@ -116,7 +116,8 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
     """Return the 95 % confidence interval, inside [0, 1], of a share of `count` examples (E. B. Wilson, JASA 1927)."""
     z = 1.959964
     center, half_width = share + z * z / (2 * count), z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
-    return (center - half_width) / (1 + z * z / count), (center + half_width) / (1 + z * z / count)
+    low, high = (center - half_width) / (1 + z * z / count), (center + half_width) / (1 + z * z / count)
+    return max(low, 0.0), min(high, 1.0)  # against rounding
 
 
 def reported_score(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:

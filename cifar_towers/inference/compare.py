@@ -29,7 +29,7 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, str]:
     """Compare settings, environment and data; records and checkpoints of common steps; and the last weights.
 
     Returns:
-      Whether everything that both runs have is equal, and they have something in common; and lines that say it.
+      Whether the records and weights that both runs have are equal, False without any; and the lines to print.
 
     Raises:
       UsageError: one of them is not a run's directory. DataError: a file or checkpoint that both have is damaged.

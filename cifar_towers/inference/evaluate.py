@@ -15,13 +15,13 @@ from cifar_towers.data.dataset import Split, split_validation
 from cifar_towers.data.sources import Source
 from cifar_towers.errors import DataError, UsageError, printable
 from cifar_towers.evaluation.score import NO_TEMPERATURE, Score, wilson_interval
-from cifar_towers.inference.load_run import TrainedRun, make_logits_fn, open_run
+from cifar_towers.inference.load_run import NOT_FINITE, TrainedRun, make_logits_fn, open_run
 from cifar_towers.reporting.console import progress_bar
 from cifar_towers.reporting.run_records import align_columns, format_number
 
 TABULATED = ("accuracy", "loss", "ece")  # of each set of corrupted images
 EXTRA = {"gaussian_blur", "saturate", "spatter", "speckle_noise"}  # corruptions that the published mean leaves out
-NUM_PUBLISHED = 15  # those in it; TFDS has other names for some of them
+NUM_PUBLISHED = 15  # corruptions in that mean; TFDS has other names for some
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> str:
@@ -45,7 +45,8 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
         return "\n".join([*map(printable, lines), "", align_columns(rows)])
     low, high = record["interval95"]
     temperatures, fitted_on, loss, ece = record["temperature_scaling"].values()
-    scaled = f"no temperature fits, as {NO_TEMPERATURE}"
+    of = "one half of the images" if len(temperatures) > 1 else fitted_on
+    scaled = f"no temperature can be fitted on {of}: {NO_TEMPERATURE}"
     if loss is not None:
         values = " and ".join(f"{temperature:.4f}" for temperature in temperatures)
         scaled = f"with temperature {values}, fitted on {fitted_on}: NLL {loss:.4f}, ECE {ece:.4f}"
@@ -72,7 +73,7 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
 
     Raises:
       UsageError: there is no such run, split or set of weights. DataError: the run's data cannot be read, or
-        differ from the data it was trained on.
+        differ from the data it was trained on; or logits are not finite.
     """
     run = open_run(Path(config.train_dir), config.model, config.step, config.tta)
     source = sources.find(config.dataset or run.metadata["dataset"], config.data_dir)
@@ -96,7 +97,10 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
         with progress_bar("evaluating") as show:
             logits_of = make_logits_fn(run, model, towers, lambda done: show((scored + done) / number))
             for split in sets:  # read one at a time
-                yield Score(split.labels, logits_of(split.images, config.tta))
+                logits = logits_of(split.images, config.tta)
+                if not np.isfinite(logits).all():
+                    raise DataError(f"{run.directory} gives some images {NOT_FINITE}")
+                yield Score(split.labels, logits)
                 scored += 1
 
     names, origin = source.corruptions, "of the data set"

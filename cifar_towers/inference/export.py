@@ -223,7 +223,8 @@ def _fit_temperature(run: TrainedRun, source: sources.Source, test: Split, logit
     split, noun = (validation, "validation image") if validation else (test, "test image")
     images, temperature = count(len(split.labels), noun), fit_temperature(split.labels, logits(split.images))
     if not temperature:
-        raise UsageError(f"no temperature fits {images}, as {NO_TEMPERATURE}; give a number, as --temperature=1.5")
+        advice = "give a number, as --temperature=1.5"
+        raise UsageError(f"no temperature can be fitted on {images}: {NO_TEMPERATURE}; {advice}")
     reason = "" if validation else f"{' of another data set' * is_changed}, as no validation images are at hand"
     return temperature, f"fitted on {images}{reason}"
 

@@ -21,7 +21,7 @@ from cifar_towers.data.image_files import PictureError
 from cifar_towers.errors import DataError, UsageError, listed, printable
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import to_json
-from cifar_towers.inference.load_run import TrainedRun, make_logits_fn, open_run
+from cifar_towers.inference.load_run import NOT_FINITE, TrainedRun, make_logits_fn, open_run
 from cifar_towers.towers.placement import HOST
 
 BATCH_SIZE = 256
@@ -35,7 +35,7 @@ def predict_images(config: PredictConfig) -> None:
     The error of an image is printed to standard error, and the other images are still predicted.
 
     Raises:
-      UsageError: there is no such run or set of weights. DataError: raised at the end if images could not be read.
+      UsageError: there is no such run or set of weights. DataError: raised at the end if images have no prediction.
     """
     run = open_run(Path(config.train_dir), config.model, config.step, config.tta)
     pictures = list(_list_images(config.pictures))
@@ -53,7 +53,8 @@ def predict_images(config: PredictConfig) -> None:
                 except PictureError as unreadable:
                     batch[index] = path, str(unreadable)
         probabilities = classify(images)  # one size: traced once
-        for (path, error), of_image in zip(batch, probabilities, strict=False):
+        for (path, reason), of_image in zip(batch, probabilities, strict=False):
+            error = reason or ("" if np.isfinite(of_image).all() else f"gets {NOT_FINITE}")
             answer: dict[str, Any] = {"error": error} if error else _top_classes(of_image, run.info.class_names)
             if error:
                 failed.append(path)
@@ -66,15 +67,15 @@ def predict_images(config: PredictConfig) -> None:
         sys.stdout.flush()
     if failed:
         names = listed([*map(os.fspath, failed)])
-        raise DataError(f"{len(failed)} of {len(pictures)} images could not be read: {names}")
+        raise DataError(f"{len(failed)} of {len(pictures)} images have no prediction: {names}")
 
 
 def predict_probabilities(config: PredictConfig, images: np.ndarray | Iterable[Path | str] | Path | str) -> np.ndarray:
     """Return the probabilities [n, C] of uint8 images [n, H, W, 3], or of image files or folders, or of one.
 
     Raises:
-      UsageError: there is no such run, or the array is no such images. DataError: a file cannot be read, or a folder
-        has no images.
+      UsageError: there is no such run, or the array is no such images. DataError: a file cannot be read, a folder
+        has no images, or logits are not finite.
     """
     run = open_run(Path(config.train_dir), config.model, config.step, config.tta)
     classify, image_size = _make_probabilities_fn(config, run), run.info.image_size
@@ -95,7 +96,10 @@ def predict_probabilities(config: PredictConfig, images: np.ndarray | Iterable[P
                 raise DataError(f"{_shown(path)} {reason}")
             images.append(path)
     parts = (images[start : start + BATCH_SIZE] for start in range(0, len(images), BATCH_SIZE))
-    return np.concatenate([np.zeros([0, len(run.info.class_names)]), *(classify(read(part)) for part in parts)])
+    found = np.concatenate([np.zeros([0, len(run.info.class_names)]), *(classify(read(part)) for part in parts)])
+    if not np.isfinite(found).all():
+        raise DataError(f"{run.directory} gives some images {NOT_FINITE}")
+    return found
 
 
 def _resize_all(images: Any, image_size: int) -> np.ndarray:
@@ -113,11 +117,17 @@ def _read_all(paths: Sequence[Path], read: Callable[[Path], np.ndarray]) -> np.n
 
 
 def _make_probabilities_fn(config: PredictConfig, run: TrainedRun) -> Callable[[np.ndarray], np.ndarray]:
-    """Return the function [n, S, S, 3] float32 levels -> probabilities [n, C]."""
+    """Return the function [n, S, S, 3] float32 levels -> probabilities [n, C], NaN where the logits are not finite."""
     towers = devices.setup_towers(config)
     precision = devices.choose_precision(config.precision, towers, run.metadata["precision"])
     logits_of = make_logits_fn(run, run.load(run.choose_weights(config.weights), precision), towers)
-    return lambda levels: softmax(logits_of(levels, config.tta))
+
+    def classify(levels: np.ndarray) -> np.ndarray:
+        logits = logits_of(levels, config.tta)
+        with np.errstate(invalid="ignore"):
+            return np.where(np.isfinite(logits).all(1, keepdims=True), softmax(logits), np.nan)
+
+    return classify
 
 
 def make_read_fn(image_size: int) -> Callable[[Path], np.ndarray]:

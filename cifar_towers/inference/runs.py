@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from cifar_towers import files
 from cifar_towers.checkpointing import workdir
 from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_metadata
-from cifar_towers.errors import DataError, UsageError
+from cifar_towers.errors import DataError, UsageError, printable
 from cifar_towers.evaluation.score import reported_score, score_name
 from cifar_towers.registry import split_path
 from cifar_towers.reporting.phase_timer import PhaseTimer
@@ -52,9 +52,9 @@ class RunSummary(NamedTuple):
     towers: int | None
     state: str  # RUNNING, DONE, STOPPED, DAMAGED or EMPTY
     step: int
-    scored_step: int  # that the accuracies are of
-    split: str | None  # that the accuracies are of: `test`, or `validation` before the end of a run that has one
-    weights: str | None  # that the accuracies are of: `ema` or `raw`
+    scored_step: int  # step of the accuracies
+    split: str | None  # split of the accuracies: `test`, or `validation` before the end of a run that has one
+    weights: str | None  # weights of the accuracies: `ema` or `raw`
     accuracy: float | None  # a fraction, without test-time augmentation
     tta_accuracy: float | None  # at the highest level that was scored
     images_per_sec: float | None
@@ -163,8 +163,7 @@ def best_run(runs: Sequence[RunSummary], recipe: str, data: str = "") -> RunSumm
     and a line says so.
 
     Args:
-      data: the recipe's own data set. Runs on other data are ranked only if there are none on this one, and all are on
-        the same; a line then says so.
+      data: the recipe's own data set. If no run is on it, runs on one other data set are ranked, and a line says so.
 
     Raises:
       UsageError: no run of the recipe is finished, or the finished ones have different test images.
@@ -204,7 +203,7 @@ def format_json(runs: Sequence[RunSummary]) -> str:
 
 
 def format_table(runs: Sequence[RunSummary], root: Path) -> str:
-    """Return the runs below `root` as text of at most 120 columns, and how groups of seeds differ."""
+    """Return the runs below `root` as a table, usually of at most 120 columns, and how groups of seeds differ."""
     rows = [_cells(run, root) for run in runs]
     table = align_columns([list(rows[0]), *(list(row.values()) for row in rows)], left=(0, 1, 3, 9))
     return "\n".join([table, "", NOTE, *_describe_differences(runs)])
@@ -223,7 +222,7 @@ def _describe_differences(runs: Sequence[RunSummary]) -> list[str]:
 
 def _name(run: RunSummary, root: Path) -> str:
     """Return the path below `root`, and recipe and seed if the path does not say them and there is room."""
-    name = str(Path(run.run).relative_to(root))
+    name = printable(str(Path(run.run).relative_to(root)))
     if len(name) > NAME_WIDTH:
         return f"…{name[1 - NAME_WIDTH :]}"  # the end tells seeds apart
     if Path(name).name != f"{run.recipe}-seed{run.seed}":

@@ -85,8 +85,8 @@ def _on_cpu(images: tf.Tensor) -> bool:
 def _suits_winograd(images: tf.Tensor, kernel: tf.Tensor) -> bool:
     """Return whether Winograd's algorithm is faster on this processor.
 
-    It is for so many channels and filters that its products are most of its work, by measurement with 512 images of 2x2
-    to 15x15 pixels. In bfloat16 it would lose most digits.
+    By measurement with 512 images of 2x2 to 15x15 pixels, it is faster with so many channels and filters that matrix
+    products are most of its work. In bfloat16 it would lose most digits.
     """
     *size, channels, filters = kernel.shape
     if size != [3, 3] or images.dtype != tf.float32 or "avx2" not in processor_features():

@@ -196,8 +196,8 @@ class _SynchronizedMoments(keras.layers.BatchNormalization):
 class LocalResponseNorm(keras.layers.Layer):
     """x / (bias + alpha * sum of squares over the 2 radius + 1 nearest channels) ** beta.
 
-    It equals `tf.nn.local_response_normalization`. The sum is a product with a banded channels x channels matrix, which
-    has every float type and device, and the speed of a 1x1 convolution.
+    It equals `tf.nn.local_response_normalization`. The sum is computed as a product with a banded channels x channels
+    matrix, in any float type, on any device, at the speed of a 1x1 convolution.
     """
 
     radius, bias, alpha, beta = 4, 1.0, 0.001 / 9, 0.75  # the tutorial's; `call` computes this beta only

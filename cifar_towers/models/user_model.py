@@ -18,7 +18,14 @@ from keras.src.models.functional import Functional
 
 from cifar_towers.errors import UsageError
 from cifar_towers.models.layers import BATCH_NORMS
-from cifar_towers.towers.keras_parallel import check_split, first_call, nearly_equal, overridden_fit_method, to_scalar
+from cifar_towers.towers.keras_parallel import (
+    check_split,
+    first_call,
+    nearly_equal,
+    overridden_fit_method,
+    to_scalar,
+    variable_values,
+)
 from cifar_towers.user_code import as_usage_errors, log_once
 
 SEEDED = "for random numbers use a keras.random.SeedGenerator"
@@ -107,7 +114,7 @@ def _effects(model: keras.Model, image_size: int) -> tuple[list[tf.Tensor], list
     effects: tuple[list[tf.Tensor], list[keras.Variable]] = ([], [])
 
     def call(images: tf.Tensor) -> None:
-        weights, state = _values(model)
+        weights, state = variable_values(model)
         _, new_state, losses = model.stateless_call(weights, state, images, training=True, return_losses=True)
         effects[0].extend(losses)
         values = zip(model.non_trainable_variables, new_state, state, strict=True)
@@ -126,13 +133,6 @@ def _as_functional(model: keras.Model, image_size: int) -> Functional:
     if type(model) is keras.Sequential:
         images, logits = model.inputs[0], model.outputs[0]
     return keras.Model(images, logits, name=model.name)
-
-
-def _values(model: keras.Model) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """Return the values of the trainable and of the non-trainable variables."""
-    kinds = model.trainable_variables, model.non_trainable_variables
-    weights, non_trainable = ([tf.convert_to_tensor(variable.value) for variable in kind] for kind in kinds)
-    return weights, non_trainable
 
 
 def _trace(model: keras.Model, image_size: int) -> Any:
@@ -154,7 +154,7 @@ def _trace(model: keras.Model, image_size: int) -> Any:
                 raise UsageError(f"{variable.path} is trainable and also written by its layer, which is not kept")
         return logits
 
-    specs = tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), _values(model))
+    specs = tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), variable_values(model))
     graph = call.get_concrete_function(*specs, tf.TensorSpec([NUM_IMAGES, image_size, image_size, 3])).graph
     if operation := first_use_of_resource(graph):
         raise UsageError(
@@ -176,7 +176,7 @@ def _check_repeatable(model: keras.Model, image_size: int) -> None:
     outputs = [first_call(model, layer).output_tensors for layer in layers]
     probe = keras.Model(model.inputs, outputs, name="probe")
     random = np.random.default_rng(0)
-    weights, non_trainable = _values(probe)
+    weights, non_trainable = variable_values(probe)
     # initial weights may be zeros, which would hide what a layer inside a layer draws
     weights = [weight + tf.cast(random.normal(0, 0.1, weight.shape), weight.dtype) for weight in weights]
     scales = np.reshape([1, 2, 4], (NUM_IMAGES, 1, 1, 1))

@@ -102,14 +102,11 @@ def run_interruptibly(function: Callable[[], Any], shutdown: ShutdownHandler, de
 # A run of several workers ---------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def worker_train_dir(workers: Workers, train_dir: str) -> Iterator[str]:
-    """Yield the directory that this worker writes: `train_dir` on worker 0, and a temporary one on the others."""
+def worker_train_dir(workers: Workers, train_dir: str) -> contextlib.AbstractContextManager[str]:
+    """Return a context with the directory that this worker writes: `train_dir` on worker 0, else a temporary one."""
     if workers.is_chief:
-        yield train_dir
-        return
-    with tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{workers.index}-", ignore_cleanup_errors=True) as own:
-        yield own
+        return contextlib.nullcontext(train_dir)
+    return tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{workers.index}-", ignore_cleanup_errors=True)
 
 
 # The start and the end ------------------------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ class Progress:
                 console=self.console,
                 refresh_per_second=8,
                 transient=True,
+                redirect_stderr=sys.stderr.isatty(),
                 get_renderable=lambda: Text(self._live_text(), overflow="ellipsis", no_wrap=True),
             )
             self._live.start()

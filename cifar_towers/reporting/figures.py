@@ -7,6 +7,7 @@ would.
 import io
 import math
 import textwrap
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -198,7 +199,9 @@ def _rasterize(figure: Figure) -> np.ndarray:
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # a name may hold dollars
     buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=DPI, facecolor=BACKGROUND, bbox_inches="tight", pad_inches=MARGIN_INCHES)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # one for each character of a name that the font lacks
+        figure.savefig(buffer, dpi=DPI, facecolor=BACKGROUND, bbox_inches="tight", pad_inches=MARGIN_INCHES)
     return np.array(Image.open(buffer).convert("RGB"))
 
 

@@ -309,7 +309,7 @@ def group_errors(name: str, group: Sequence[RunRecord]) -> tuple[Picture, Table]
     if not runs:
         return None
     counts = np.sum(matrices, 0)
-    names = [shorten(str(each), 20) for each in runs[0].environment.get("class_names", range(len(counts)))]
+    names = [shorten(str(each), 60) for each in runs[0].environment.get("class_names", range(len(counts)))]
     errors = np.where(np.eye(len(counts), dtype=bool), -1, counts)
     true, predicted = divmod(int(errors.argmax()), len(counts))
     alt = (
@@ -374,7 +374,7 @@ def mistakes(runs: Iterable[RunRecord]) -> list[Picture]:
 
 
 def _towers(runs: Sequence[RunRecord]) -> Section:
-    """Show the mean over the records of as many towers as the last one has, and the last value, of each tower."""
+    """Show means and last values of each tower, from the records with as many towers as the last record."""
     rows = []
     for run in runs:
         records = [record["towers"] for record in run.training if "towers" in record]

@@ -14,8 +14,8 @@ STEP_PHASES = ("train", "input", "report")  # of every step: the step, the wait 
 TRAINING_PHASES = (*STEP_PHASES, "compile", "lost")
 BOOKED_PHASES = (*STEP_PHASES, "save", "profile")  # phases that estimates count into the time of a step
 RECENT_STEPS = 20  # steps that recent rates are averaged over
-FORWARD_SHARE = 0.4  # of a step's time, until an evaluation has been timed; runs had 0.3 to 0.5
-MIN_STEPS = 5  # that an estimate is made from
+FORWARD_SHARE = 0.4  # evaluation time over training time of an image, until one is timed; runs had 0.3 to 0.5
+MIN_STEPS = 5  # timed steps that an estimate needs
 
 
 class PhaseTimer:
@@ -36,7 +36,7 @@ class PhaseTimer:
     def resume(self, saved: Mapping[str, Any], newest: Mapping[str, Any]) -> None:
         """Continue the times of a run from the `saved` metadata of a checkpoint, which is empty at step 0.
 
-        The steps after the checkpoint, by the `newest` times that `metadata` returned, are booked as lost.
+        The `newest` times are the last that the run wrote. Steps after the checkpoint count as lost.
         """
         saved_seconds = saved.get("seconds", {})
         self.seconds, self.images = defaultdict(float, saved_seconds), saved.get("images", 0)
@@ -81,24 +81,19 @@ class PhaseTimer:
     def recent_rates(self) -> tuple[float, float] | tuple[None, None]:
         """Return the images per second of the last 20 steps, and the fraction of their time spent waiting for batches.
 
-        Compilation, logging, evaluation and saving do not count. Both are None before the first step of this process.
+        Compilation, logging, evaluation and saving do not count. Both are None before this process has timed a step.
         """
         images, waits, seconds = map(sum, zip(*self._recent, strict=True)) if self._recent else (0, 0.0, 0.0)
         return (images / seconds, waits / seconds) if seconds else (None, None)
 
     def images_per_sec(self) -> float | None:
-        """Return the rate of all steps that needed no compilation, with their logging; None before the first step."""
+        """Return the rate of all steps that needed no compilation, with their logging; None if there are none."""
         seconds = sum(self.seconds.get(phase, 0.0) for phase in STEP_PHASES)
         return self.images / seconds if self.images else None
 
-    @property
-    def training_seconds(self) -> float:
-        """The seconds of steps, kept or lost, and compilation, without start, evaluation and saving."""
-        return training_seconds(self.seconds)
-
 
 def training_seconds(seconds: Mapping[str, float]) -> float:
-    """Return the seconds of steps, kept or lost, and compilation, of a timer or of a result."""
+    """Return the seconds of steps, kept or lost, and compilation, from the `seconds` of a timer or of a result."""
     return math.fsum(seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
 
 

@@ -37,7 +37,7 @@ class StepProfiler:
     """
 
     def __init__(self, train_dir: Path, first: int, last: int):
-        self._logdir, self._first, self._last = train_dir / "train", first, last
+        self._logdir, self._first, self.last = train_dir / "train", first, last
         self._best_effort = BestEffortWrites(self._logdir / "plugins" / "profile", (OSError, tf.errors.OpError))
         self._is_running = self._is_done = False
         self._step_event: tf.profiler.experimental.Trace | None = None
@@ -45,7 +45,7 @@ class StepProfiler:
 
     def before(self, step: int) -> None:
         """Begin the trace if the step after `step` is the first one to profile. Call before each step."""
-        if self._is_done or not self._first <= step < self._last:
+        if self._is_done or not self._first <= step < self.last:
             return
         if not self._is_running:
             with self._best_effort:
@@ -61,7 +61,7 @@ class StepProfiler:
             self._step_event.__exit__(None, None, None)
             self._step_event = None
             self._steps.append(step)
-        return self.close() if self._is_running and step == self._last else None
+        return self.close() if self._is_running and step == self.last else None
 
     def close(self) -> str | None:
         """End a running trace, and return the line to log; None if no step was traced."""

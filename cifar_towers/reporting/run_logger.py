@@ -32,7 +32,7 @@ from cifar_towers.hardware import available_cores, cpuinfo, gpu_names
 from cifar_towers.registry import MODELS, split_path
 from cifar_towers.reporting import figures, tags
 from cifar_towers.reporting.console import Progress, ProgressStatus, format_estimate, format_seconds
-from cifar_towers.reporting.phase_timer import PhaseTimer, TimeLeft
+from cifar_towers.reporting.phase_timer import PhaseTimer, TimeLeft, training_seconds
 from cifar_towers.reporting.run_records import JsonlWriter, format_number, format_rate
 from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWriter, image
 from cifar_towers.towers import Tower, placement_report
@@ -125,6 +125,8 @@ class RunLogger:
         For `image_size_at` and `images_left` see `TimeLeft`.
         """
         self.truncate_after(step or -1)  # a start that was aborted at step 0 may have had other settings
+        with files.BestEffortWrites(self.directory / files.RESULT):
+            (self.directory / files.RESULT).unlink(missing_ok=True)  # of a run that ended earlier, and is continued
         run, settings = self.run, dataclasses.asdict(self.run.config)
         self._time_left = TimeLeft(run.length, run.config.batch_size, self.timer, image_size_at, images_left)
         environment = describe_run(run)
@@ -299,13 +301,13 @@ class RunLogger:
         """Write result.json and the run's row in HPARAMS; print what failed on the way."""
         if result["failed_saves"]:
             self.log(f"{count(result['failed_saves'], 'checkpoint')} could not be saved when due")
-        if result["skipped_steps"]:
+        if result["skipped_steps"] or result["rollbacks"]:
             self.log(f"{count(result['skipped_steps'], 'skipped step')}, {count(result['rollbacks'], 'rollback')}")
         self._write_unwritten()
         with files.BestEffortWrites(self.directory / files.RESULT):
             files.write_json(self.directory / files.RESULT, result)
         final = {f"{tags.ACCURACY}/{score_tag(**score)}": score["accuracy"] for score in result["evaluations"]}
-        final |= {"training_seconds": self.timer.training_seconds}
+        final |= {"training_seconds": training_seconds(self.timer.seconds)}
         final |= {"images_per_sec": result["images_per_sec"]} if result["images_per_sec"] else {}
         self.tensorboard.write_result(result["step"], final)
         self.log(f"written to {self.directory}; next:")

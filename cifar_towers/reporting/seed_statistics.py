@@ -39,7 +39,7 @@ class SeedStatistics:
     """
 
     def __init__(self, directory: Path, runs: Sequence[Path], overwritten: Sequence[Path] = ()):
-        """Do not count what the `overwritten` runs have written so far: each removes it when it starts again."""
+        """Ignore the present event files of the `overwritten` runs, which the start of the first run removes."""
         self._directory, self._runs = directory, runs
         self._read: dict[str, dict[tuple[Path, int], Scalars]] = {TRAIN: {}, EVAL: {}}  # by event file and its size
         self._ignored = {path for run in overwritten for part in self._read for path in (run / part).glob(EVENT_FILES)}

@@ -205,7 +205,8 @@ class TensorBoardWriter:
     def write_class_scores(self, step: int, evaluation: Evaluation, split: Split, class_names: Sequence[str]) -> None:
         """Write accuracy and precision-recall curve of each class; no curves of more than `figures.MAX_CLASSES`.
 
-        Tags have the split alone, so that the final evaluation, with test-time augmentation, continues the others.
+        Tags have the split alone, so that the final evaluation, with test-time augmentation, continues earlier ones of
+        its split.
         """
         score, curves = evaluation.score, []
         if len(class_names) <= figures.MAX_CLASSES and np.isfinite(score.probabilities).all():

@@ -8,7 +8,7 @@ arrived. (Asynchronous workers update at once, with gradients of older weights.)
     optimizer.apply_gradients(average_gradients(tower_grads))
 
 This folder knows nothing of this project's images, settings, files or models, and can be lifted into another project
-together with `hardware.py`. Read it in this order:
+together with `hardware.py` and `errors.py`. Read it in this order:
 
 1. `devices`: a `Tower` and the device it computes on.
 2. `sharding`: split a batch and run a function on every tower.

@@ -93,7 +93,7 @@ def num_replicas() -> float:
 
 @contextlib.contextmanager
 def unsynchronized(num_towers: int) -> Iterator[None]:
-    """Let `all_reduce_mean` raise an error inside, unless a single tower has the whole batch."""
+    """Make `all_reduce_mean` raise an error inside this context, unless `num_towers` is 1."""
     before = getattr(_thread, "unsynchronized", False)
     _thread.unsynchronized = num_towers > 1
     try:

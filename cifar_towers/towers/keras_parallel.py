@@ -235,6 +235,13 @@ def _check_changes(changed: Sequence[keras.Variable], foreign: set[int]) -> None
 # ---- What is asked of a Keras model, here and in the folders above
 
 
+def variable_values(model: keras.Model) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Return the values of the trainable and of the non-trainable variables."""
+    kinds = model.trainable_variables, model.non_trainable_variables
+    weights, non_trainable = ([tf.convert_to_tensor(variable.value) for variable in kind] for kind in kinds)
+    return weights, non_trainable
+
+
 def to_scalar(loss: tf.Tensor) -> tf.Tensor:
     """Return the sum of a loss that a layer adds, as Keras takes it; a scalar is returned as it is."""
     return loss if loss.shape.rank == 0 else tf.reduce_sum(loss)
@@ -269,7 +276,7 @@ def nearly_equal(first: tf.Tensor, second: tf.Tensor, tolerance: float) -> bool:
 def check_split(run: Callable[[Any], Sequence[tf.Tensor]], inputs: Any, names: Sequence[str]) -> None:
     """Raise a ValueError if a tensor of `run` depends on how a batch of three examples is split.
 
-    Constants, lists of rows that depend on one example each, and scalars that are means over examples do not.
+    Constants, rows that depend on one example each, and scalars that are means over examples pass the check.
 
     Args:
       run: returns tensors with these names, and then losses. The check ends without a verdict if it raises an error.

@@ -52,8 +52,8 @@ def map_on_towers(fn: Callable[[Any], Any], dataset: tf.data.Dataset, towers: in
     At most K batches are in memory. One graph runs all groups of K batches, and a second one a smaller last group.
 
     Args:
-      fn: called with one element of the dataset (a pair as a pair), of which the last may be shorter; returns a
-        structure of tensors.
+      fn: called as `fn(element)`, also if an element is a tuple; the last batch may be shorter. Returns a structure
+        of tensors.
       towers: K, or the K towers of `make_towers`.
 
     Raises:

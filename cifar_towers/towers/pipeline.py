@@ -141,7 +141,7 @@ def stage_placement(build: Callable[[], keras.Model], devices: Sequence[str], *,
 
 
 def cheapest_cuts(costs: Sequence[int], stages: int) -> list[int]:
-    """Return the first index of each of `stages` runs of consecutive costs, with the smallest largest sum of a run.
+    """Cut costs into `stages` consecutive runs whose largest sum is minimal; return each run's first index.
 
     The result is exact, by dynamic programming over (layers, stages) in stages * layers^2 steps.
 

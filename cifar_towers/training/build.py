@@ -168,7 +168,7 @@ def make_training(
     `stop_signal`.
 
     Raises:
-      UsageError: this machine or this model cannot be trained so.
+      UsageError: the machine or the model does not allow this.
     """
     make_state_fn = functools.partial(make_state, config, precision, train, length)
     num_classes, augmentation = len(train.info.class_names), make_augmentation(config, train.info)
@@ -375,9 +375,10 @@ def _check_shapes(setting: str, name: str, results: tuple, expected: list[tf.Ten
 def _check_repeatable(setting: str, name: str, call: Callable[[], Any]) -> None:
     first, second = (tf.nest.flatten(call()) for _ in range(2))
     if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(first, second, strict=True)):
+        advice = "use draws" if setting == "augment" else "take all from its arguments"
         raise UsageError(
             f"{setting}={name}: it returns other values in a second call with the same arguments: it draws random "
-            "numbers of its own, with which a resumed run and other numbers of towers would differ; use draws"
+            f"numbers of its own, with which a resumed run and other numbers of towers would differ; {advice}"
         )
     if user_model.first_use_of_resource(tf.function(call, autograph=False).get_concrete_function().graph):
         raise UsageError(

@@ -30,7 +30,7 @@ def make_strategy(towers: Sequence[Tower], all_reduce: str = "auto") -> tf.distr
     """Return a mirrored strategy over the towers' devices.
 
     `nccl` and `hierarchical` reduce over the GPUs' links. `one_device` adds up on the first device and copies back.
-    `auto` is NCCL if every tower has a GPU of its own, otherwise one device.
+    `auto` is `nccl` for several towers on a GPU each, otherwise `one_device`.
 
     Raises:
       ValueError: NCCL for towers that do not have a GPU each, or a hierarchical reduction of an odd number of towers.

@@ -13,7 +13,7 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.errors import DivergedError
 from cifar_towers.towers import Tower, run_micro_batches
-from cifar_towers.towers.keras_parallel import first_call
+from cifar_towers.towers.keras_parallel import first_call, variable_values
 from cifar_towers.training.results import PROXY, StepMetrics
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import gather_rows
@@ -161,10 +161,7 @@ def first_nonfinite_layer(model: keras.Model, images: tf.Tensor) -> str:
         return "the images"
     layers = [layer for layer in model.layers if not isinstance(layer, (keras.layers.InputLayer, keras.Model))]
     by_layer = keras.Model(model.input, [first_call(model, layer).output_tensors for layer in layers])
-    weights, non_trainable = (
-        [v.value for v in variables] for variables in (by_layer.trainable_variables, by_layer.non_trainable_variables)
-    )
-    outputs, _ = by_layer.stateless_call(weights, non_trainable, images, training=True)
+    outputs, _ = by_layer.stateless_call(*variable_values(by_layer), images, training=True)
     for layer, tensors in zip(layers, outputs, strict=False):
         if not all(map(_is_finite, tensors)):
             return f"the output of {layer.name}"

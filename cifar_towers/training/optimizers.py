@@ -21,8 +21,8 @@ FIRST_GROUP = "group1_"  # begins the names of the layers in a speednet's first 
 class Momentum:
     """SGD with momentum: m <- mu m + d, w <- w - learning_rate m, where d = g + weight_decay w.
 
-    Nesterov's form subtracts d + mu m instead of m. The learning rate is not part of the buffer, as it is in Keras, so
-    a new rate acts at once.
+    Nesterov's form subtracts d + mu m instead of m. As in PyTorch, and unlike in Keras, m does not contain the learning
+    rate, so a new rate acts at once.
     """
 
     def __init__(
@@ -208,8 +208,8 @@ def make_optimizer(
     """Return an optimizer with one parameter group for each role of `schedules`.
 
     `weight_decay` is relative to `learning_rate`. A role with another peak rate gets weight_decay x learning_rate /
-    peak_rate, so that all weights decay by the same fraction per step. Muon's rescaling depends on the run's
-    `total_steps`.
+    peak_rate, so that all weights of one update rule decay by the same fraction per step. Muon's rescaling depends on
+    the run's `total_steps`.
 
     Raises:
       ValueError: there is no such optimizer, or variables have a role without a schedule.
@@ -238,13 +238,18 @@ def make_optimizer(
 def split_by_role(
     model: keras.Model, is_speednet: bool = False, first_group: bool = False
 ) -> dict[str, list[tf.Variable]]:
-    """Return the trained variables of each role. A variable of at most one axis is a bias; the head is the last kernel.
+    """Return the trained variables of each role. A variable of at most one axis is a bias.
+
+    The head is the last kernel with an output for each class. In a net with a `call` of its own, the last kernel may
+    belong to any layer.
 
     Args:
       is_speednet: give variables of the layer `whitening` the role `whitening`. In other nets a name means nothing.
       first_group: give the speednet's first group of convolutions the roles `first_kernels` and `first_biases`.
     """
-    head = next((v for v in reversed(model.trainable_variables) if len(v.shape) > 1), None)
+    kernels = [v for v in model.trainable_variables if len(v.shape) > 1]
+    heads = [v for v in kernels if v.shape[-1] == model.output_shape[-1]] or kernels
+    head = heads[-1] if heads else None
     roles: dict[str, list[tf.Variable]] = {"kernels": [], "biases": [], "head": [], "whitening": []}
     if first_group:
         roles |= {"first_kernels": [], "first_biases": []}

@@ -39,7 +39,7 @@ class StepMetrics(NamedTuple):
 
     loss: Any  # mean cross entropy
     accuracy: Any  # of the training batch, as augmented
-    gradient_norm: Any  # of the mean gradient, all variables together, before anything changes it
+    gradient_norm: Any  # of the mean gradient over all variables, unscaled, before weight decay
     tower_losses: Any  # [K] total loss
     losses: dict[str, Any]  # by term
     smoothed_losses: dict[str, Any]  # moving averages by term

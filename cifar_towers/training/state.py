@@ -22,7 +22,7 @@ class UpdateResult(NamedTuple):
 
     updated: tf.Tensor  # bool: the variables were updated; otherwise the step was skipped
     nonfinite_index: tf.Tensor  # index in `TrainState.update_names` of the first non-finite new value, or -1
-    gradient_norm: tf.Tensor  # of the mean gradient before it is changed: `NoiseScale` compares it to the towers' norms
+    gradient_norm: tf.Tensor  # of the unscaled mean gradient, before weight decay; for `NoiseScale`
     smoothed_losses: dict[str, tf.Tensor]
     loss_scale: tf.Tensor  # of this step
     diagnostics: Any  # as `update_diagnostics` returns them, or None
@@ -70,7 +70,7 @@ class TrainState:
         return [tf.convert_to_tensor(v) for v in self.weights], [tf.convert_to_tensor(v) for v in self.non_trainable]
 
     def with_layer_seeds(self, non_trainable: list[tf.Tensor], draws: RandomDraws) -> list[tf.Tensor]:
-        """Return the non-trainable values for a part of the batch, with seeds of the run and of the first example.
+        """Return the non-trainable values for a part of the batch, seeded by the run and the part's first example.
 
         The seeds do not repeat within two million examples. A step that is repeated has the same seeds.
         """

@@ -36,7 +36,7 @@ class TowerResult(NamedTuple):
     gradients: list[tf.Tensor | None]  # N, of the scaled loss, in the order of `TrainState.weights`
     non_trainable: list[tf.Tensor | None]  # new values; None for an unchanged one
     num_correct: tf.Tensor
-    nonfinite_index: tf.Tensor | None = None  # of a shard: index of the first in (*losses, *reversed(gradients)), or -1
+    nonfinite_index: tf.Tensor | None = None  # of a shard: first non-finite of (*losses, *reversed(gradients)), or -1
     diagnostics: Any = None  # as `forward_diagnostics` returns them
     example_losses: tf.Tensor | None = None  # one for each example, if there is an `example_loss`
 

@@ -15,7 +15,7 @@ from cifar_towers.training.results import StepMetrics, to_numpy
 
 
 class FinishedStep(NamedTuple):
-    """A step that has been applied, its inputs and its metrics."""
+    """A step that has run, its inputs and its metrics."""
 
     step: int  # number of finished steps, this one included
     batch: Batch
@@ -103,7 +103,7 @@ class StepRunner:
     def _find_error(self, step: int, metrics: StepMetrics, expected: tuple, **arguments: Any) -> RunError | None:
         """Return an error if the repetition of a tower's work gave other bytes; otherwise None.
 
-        Before that, compute both again without applying them: TensorFlow may have compiled them differently.
+        Before an error, compute both again without an update: TensorFlow may have compiled them differently.
         """
         same = metrics.original == expected[1]
         index = int(tf.argmin(same))  # of the first difference, if there is one

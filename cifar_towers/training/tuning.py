@@ -144,7 +144,7 @@ def make_trial_step(
 
 SHARES_STEPS = 8  # minimum number of timed steps of the slowest tower
 SHARES_SECONDS = 3.0  # minimum time of the measurement
-SAME_SPEED = 0.05  # towers whose speeds differ by less than this fraction get equal shares
+SAME_SPEED = 0.05  # if all speeds differ by less than this fraction, all shares are equal
 
 
 def resolve_shares(

@@ -25,7 +25,7 @@ def count(function) -> dict[str, int]:
 
 def _count(graph) -> Counter[str]:
     totals: Counter[str] = Counter()
-    for op in _reachable_ops(graph):
+    for op in reachable_ops(graph):
         if op.type in COUNTERS:
             totals[op.type] += COUNTERS[op.type](op)
         elif op.type in ("PartitionedCall", "StatefulPartitionedCall"):
@@ -38,7 +38,7 @@ def _count(graph) -> Counter[str]:
     return totals
 
 
-def _reachable_ops(graph) -> set[tf.Operation]:
+def reachable_ops(graph) -> set[tf.Operation]:
     """Return the operations that the graph's outputs and side effects depend on."""
     reachable: set[tf.Operation] = set()
     queue = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)

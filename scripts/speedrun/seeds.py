@@ -117,6 +117,8 @@ def _train_seeds(config: SpeedrunConfig, metadata: Mapping, num_devices: int) ->
         _check_same_conditions(train_dir, recipe, metadata)
         earlier = {} if recipe.overwrite else files.read_json_if_any(train_dir / files.RESULT)
         result = run_training(recipe)
+        if not result["images_per_sec"]:
+            raise UsageError("too few steps to time; give more --max_steps or --epochs")
         reused = result == earlier
         if reused:
             peaks = files.read_json_if_any(train_dir / PEAKS).get("peaks", [])

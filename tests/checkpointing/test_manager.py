@@ -1,5 +1,6 @@
 import itertools
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -58,9 +59,32 @@ def test_state_with_nan_is_not_saved(tmp_path, clock):
 def test_rollbacks_newer_than_the_checkpoint_count(tmp_path, recorded, expected):
     path = save_checkpoint(tmp_path, 3, {"step": tf.Variable(3)}, {"rollbacks": 1})
     if recorded:
-        files.write_json(tmp_path / files.ROLLBACKS, {"rollbacks": recorded})
+        files.write_json(tmp_path / files.ROLLBACKS, {"rollbacks": recorded, "skipped_steps": 3})
     metadata = make(tmp_path, step=tf.Variable(0)).restore(path)
     assert (metadata["step"], metadata["rollbacks"]) == (3, expected)
+    assert metadata["skipped_steps"] == (3 if recorded else 0)
+
+
+def test_saves_that_failed_count_after_a_restart(tmp_path, monkeypatch):
+    manager_ = make(tmp_path, log=[].append, step=tf.Variable(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "commit", Mock(side_effect=OSError(28, "No space left on device")))
+        assert not manager_.save(1, {})
+    assert manager_.save(2, {}) and manager_.failed_saves == 1
+    manager_ = make(tmp_path, step=tf.Variable(0))
+    manager_.restore(checkpoint_path(tmp_path, 2))
+    assert manager_.failed_saves == 1
+
+
+def test_a_rollback_may_go_to_a_checkpoint_after_skipped_steps(tmp_path):
+    """A signal saved it between them; its weights are those of the last good step."""
+    for number, skipped in ((2, 0), (4, 1)):
+        assert make(tmp_path, step=tf.Variable(number)).save(number, {"skipped_in_a_row": skipped})
+    manager_ = make(tmp_path, step=tf.Variable(0))
+    assert manager_.roll_back(last_good_step=3, rollbacks=1, skipped_steps=2)["step"] == 4
+    restored = manager_.restore(checkpoint_path(tmp_path, 4))
+    assert (restored["skipped_steps"], restored["skipped_in_a_row"]) == (2, 0)
+    assert manager_.roll_back(last_good_step=1, rollbacks=2) is None
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -1,7 +1,9 @@
 """The programs as a user starts them: exit codes, messages, signals."""
 
 import configparser
+import io
 import json
+import logging
 import os
 import re
 import signal
@@ -44,6 +46,15 @@ TWO_GPUS = ["--towers=2", *TINY, "--nosoft_placement"]
 def tiny(small_folder):
     """Return flags of a run that starts quickly."""
     return [*TINY, f"--dataset={small_folder}", "--epochs=1000", "--eval_every_epochs=0"]
+
+
+def test_warnings_are_printed_to_what_standard_error_is_then(monkeypatch):
+    """A live progress line replaces it, and prints above the line what is written there."""
+    handler = program.StderrHandler()
+    for message in ("disk full", "disk still full"):
+        monkeypatch.setattr(sys, "stderr", written := io.StringIO())
+        handler.handle(logging.makeLogRecord({"msg": message}))
+        assert written.getvalue() == f"{message}\n"
 
 
 def test_benchmark_accepts_every_recipe(monkeypatch):

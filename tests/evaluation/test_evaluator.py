@@ -44,6 +44,9 @@ def test_wilson_interval():
     low, high = wilson_interval(0.9, 100)
     assert (low, high) == pytest.approx((0.8256, 0.9448), abs=1e-4)
     assert wilson_interval(1.0, 10)[1] == pytest.approx(1.0)
+    assert all(
+        0 <= end <= 1 for number in range(1, 2000) for share in (0.0, 1.0) for end in wilson_interval(share, number)
+    )
 
 
 RAW, EMA, AUGMENTED = ("test", "raw", 0, 0.99), ("test", "ema", 0, 0.93), ("test", "ema", 2, 0.91)

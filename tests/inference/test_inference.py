@@ -108,7 +108,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize("batch_size", [predict.BATCH_SIZE, 2])
 def test_predicted_probabilities_are_those_of_evaluation(run, folder, capsys, monkeypatch, batch_size):
     monkeypatch.setattr(predict, "BATCH_SIZE", batch_size)
-    with pytest.raises(DataError, match=r"1 of 6 images could not be read: .*3a.png") as caught:
+    with pytest.raises(DataError, match=r"1 of 6 images have no prediction: .*3a.png") as caught:
         predict_with(run, folder, num_gpus=2, precision="float32", json=True)
     assert caught.value.exit_code == 3
     out, err = capsys.readouterr()
@@ -121,6 +121,32 @@ def test_predicted_probabilities_are_those_of_evaluation(run, folder, capsys, mo
         assert answer["class"] == synthetic.CLASSES[top[0]]
         assert list(answer["probabilities"]) == [synthetic.CLASSES[index] for index in top]
         np.testing.assert_allclose(list(answer["probabilities"].values()), probabilities[top], atol=1e-5)
+
+
+def test_images_whose_logits_are_not_finite_have_no_class_and_no_score(run, folder, capsys, monkeypatch):
+    """As in float16, where the weights are large."""
+    make = load_run.make_classify_fn
+
+    def make_overflowing(*args, **settings):
+        def overflow(images, *others):
+            plain, logits, features = classify(images, *others)
+            return plain, np.where(np.arange(len(logits))[:, None] == 1, -np.inf, logits), features
+
+        classify = make(*args, **settings)
+        return overflow
+
+    monkeypatch.setattr(load_run, "make_classify_fn", make_overflowing)
+    (folder / "3a.png").unlink()
+    with pytest.raises(DataError, match=r"^1 of 5 images have no prediction: .*1.png$"):
+        predict_with(run, folder, json=True)
+    out, err = capsys.readouterr()
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert ["class" in answer for answer in answers] == [True, False, True, True, True]
+    assert "1.png gets logits that are not finite; give --precision=float32 if it is another" in err
+    with pytest.raises(DataError, match=f"{run} gives some images logits that are not finite; give --precision=float"):
+        evaluate_as_json(run)
+    with pytest.raises(DataError, match=f"{run} gives some images logits that are not finite; give --precision=float"):
+        predicted_probabilities(run, SMALL[1].images[:3])
 
 
 def test_other_files_in_a_folder_are_counted_and_three_classes_shown(run, folder, capsys):
@@ -151,7 +177,7 @@ def test_mirrored_views_are_refused_for_a_run_trained_without_mirrored_images(ru
 def test_folders_without_images_are_errors_of_their_own(run, folder, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     path = (folder / "0.png").rename(folder / "a\n\x1b[31mred.png")
-    with pytest.raises(DataError, match="2 of 3 images could not be read"):
+    with pytest.raises(DataError, match="2 of 3 images have no prediction"):
         predict_with(run, tmp_path / "empty", path, tmp_path / ("x" * 300))
     out, err = capsys.readouterr()
     assert out.count("\n") == 1 and "\x1b" not in out  # control characters are escaped
@@ -159,7 +185,7 @@ def test_folders_without_images_are_errors_of_their_own(run, folder, tmp_path, c
     with pytest.raises(DataError, match="1 of 1 images"):
         predict_with(run, tmp_path)
     assert f"{tmp_path} contains no images; name the folders in it instead" in capsys.readouterr().err
-    with pytest.raises(DataError, match="7 of 7 images could not be read: 0, 1, 2, 3, 4 and 2 more$"):
+    with pytest.raises(DataError, match="7 of 7 images have no prediction: 0, 1, 2, 3, 4 and 2 more$"):
         predict_with(run, *range(7))
     with pytest.raises(UsageError, match="which images"):
         PredictConfig(train_dir=str(run))
@@ -301,7 +327,8 @@ def test_evaluation_says_if_no_temperature_fits(held_out_run, monkeypatch):
     monkeypatch.setattr(score, "fit_temperature", lambda *_: None)
     line = evaluate_checkpoint(EvaluateConfig(train_dir=str(held_out_run), precision="float32")).splitlines()[2]
     assert line.endswith(
-        "; no temperature fits, as all predictions are correct, or the logits tell nothing about the classes"
+        "; no temperature can be fitted on validation images: none of the predictions is wrong, or the logits "
+        "tell nothing about the classes"
     )
     assert evaluate_as_json(held_out_run)["temperature_scaling"] == {
         "temperatures": [None], "fitted_on": "validation images", "loss": None, "ece": None
@@ -422,7 +449,9 @@ def test_temperature_is_not_fitted_on_changed_test_images(run_without_validation
 def test_temperature_that_cannot_be_fitted_is_refused(run, tmp_path, monkeypatch):
     export_to = partial(export_with, run, format="keras", out=str(tmp_path / "net.keras"), check=0, temperature=0)
     monkeypatch.setattr(export, "fit_temperature", lambda *_: None)
-    with pytest.raises(UsageError, match=r"no temperature fits 200 test images, as all .*; give a number, as --temp"):
+    with pytest.raises(
+        UsageError, match=r"no temperature can be fitted on 200 test images: none .*; give a number, as --temp"
+    ):
         export_to()
     monkeypatch.setattr(sources, "find", Mock(side_effect=DataError("no CIFAR-10 here")))
     with pytest.raises(DataError, match=r"is fitted on images, and no CIFAR-10 here; give it as a number, as --temp"):
@@ -945,11 +974,29 @@ def test_folder_is_scored_if_it_has_a_test_and_classes_of_the_run(run, tmp_path)
         DataError, match=r"has no test split and is not the data of .*; to score all of its images, move"
     ):
         evaluate_as_json(run, dataset=f"{data}/test", precision="float32")
-    (tmp_path / "set/test/chequered disc").rename(tmp_path / "set/test/disc")
+    (tmp_path / "set/test/chequered disc").rename(tmp_path / "aside")
+    (tmp_path / "set/test/chequered disc").mkdir()  # a class may be missing, and so may its images
+    without = evaluate_as_json(run, dataset=data, precision="float32")
+    is_left = SMALL[1].labels[:80] != synthetic.CLASSES.index("chequered disc")
+    assert (without["count"], without["correct"]) == (is_left.sum(), correct[is_left].sum())
+    (tmp_path / "set/test/chequered disc").rmdir()
+    (tmp_path / "aside").rename(tmp_path / "set/test/disc")
     with pytest.raises(
-        DataError, match=r"was trained on striped disc, .* and 5 more, and folder:.*/set now has disc; "
+        DataError, match=r"was trained on striped disc, .* and 5 more, and folder:.*/set now has disc; restore the data"
     ):
         evaluate_as_json(run, dataset=data)
+
+
+def test_arrays_with_numbers_for_classes_need_their_names(run, tmp_path):
+    for name, values in (("x_test", SMALL[1].images[:80]), ("y_test", SMALL[1].labels[:80])):
+        np.save(tmp_path / name, values)
+    with pytest.raises(
+        DataError, match=r"now has 0, .* and \d more; name the class of each number in classes.txt beside"
+    ):
+        evaluate_as_json(run, dataset=f"npy:{tmp_path}")
+    (tmp_path / "classes.txt").write_text("\n".join(synthetic.CLASSES))
+    correct = expected_probabilities(run, 80).argmax(1) == SMALL[1].labels[:80]
+    assert evaluate_as_json(run, dataset=f"npy:{tmp_path}", precision="float32")["correct"] == correct.sum()
 
 
 def test_table_is_trained_on_and_evaluated_as_arrays(tmp_path):

@@ -134,6 +134,7 @@ def test_runs_are_told_apart_by_their_paths(runs):
         ("speed94-seed0", "speed94-seed0  "),
         ("high/seed0", "high/seed0 (speed94, seed 0)"),
         ("a-folder-with-a-long-name/low/seed0", "…er-with-a-long-name/low/seed0"),
+        ("a-folder-with-a-name-in-\udce9-and\n-/seed0", r"…a-name-in-\udce9-and\n-/seed0"),
     ):
         table = trained.format_table([run._replace(run=f"{runs}/{path}")], runs)
         assert table.splitlines()[1].startswith(shown), table

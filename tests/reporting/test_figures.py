@@ -253,6 +253,11 @@ def test_too_many_curves_and_too_few_captions_are_refused():
         figures.image_grid(images(2), ["cat 98 %\nis dog"], "mistakes")
 
 
+def test_names_that_the_font_cannot_show_print_no_warnings(recwarn):
+    figures.confusion_matrix(np.eye(2, dtype=int), ["\u732b", "\u72ac"], "title")
+    assert not recwarn.list
+
+
 def test_dollars_are_not_parsed_as_mathematics(drawn):
     parsed = [artist.get_parse_math() for text, _, artist in drawn("a point")[1].texts() if "$" in text]
     assert parsed == [False] * 4

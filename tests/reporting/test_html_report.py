@@ -482,6 +482,14 @@ def test_classes_have_wilsons_interval(tmp_path, plotted):
     assert render(*paths).row("cat") == ["90.0", "82.6 to 94.5", "100"]
 
 
+def test_classes_with_a_long_common_beginning_are_told_apart(tmp_path, plotted):
+    path = make_run(tmp_path / "run")
+    names = [f"a long beginning that both have, then {number}" for number in range(10)]
+    change(path, "environment.json", class_names=names)
+    change_scores(path, confusion=lambda _: np.diag([*range(10)]).tolist())
+    assert [render(path).row(name)[2] for name in names] == [*"0123456789"]
+
+
 def test_class_without_images_has_no_accuracy(tmp_path, plotted):
     path = make_run(tmp_path / "run")
     change_scores(path, confusion=lambda _: np.diag([0, *[100] * 9]).tolist())

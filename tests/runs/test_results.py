@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from cifar_towers import devices, trainer
+from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.cli.main import train_seeds
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import cifar10, sources
 from cifar_towers.errors import DivergedError, Interrupted, UsageError
 from cifar_towers.inference import evaluate
 from cifar_towers.reporting.phase_timer import TimeLeft
+from cifar_towers.reporting.run_records import read_run
 from cifar_towers.reporting.seed_statistics import read_scalars
 from cifar_towers.shutdown import ShutdownHandler
 from tests.messages import lines_with
@@ -108,7 +110,7 @@ def test_target_is_met_by_the_weights_that_the_run_reports(target, reached, caps
         {"split": split, "weights": weights, "tta": tta, "accuracy": accuracy}
         for (split, weights, tta), accuracy in zip(kinds, (0.95, 0.93, 0.96, 0.97), strict=True)
     ]
-    stub = SimpleNamespace(evaluations=scores, reached=0.0, log=print, timer=SimpleNamespace(training_seconds=1.0))
+    stub = SimpleNamespace(evaluations=scores, reached=0.0, log=print, timer=SimpleNamespace(seconds={"train": 1.0}))
     stub.config = SimpleNamespace(target_accuracy=target)
     trainer.Run.note_target(stub, 8)
     assert stub.reached == reached
@@ -181,6 +183,37 @@ def test_profile_is_written_and_summarized(tiny_run):
     directory, _, output = tiny_run
     assert len(list((directory / "train" / "plugins" / "profile").rglob("*.xplane.pb"))) == 1
     assert lines_with(output, "profile", "2 to 3")
+
+
+def test_resumed_run_says_that_it_profiles_no_earlier_steps(tmp_path, capsys):
+    with pytest.raises(Interrupted):
+        run(TINY, tmp_path, StopAtStep(3), profile_steps="1:2")
+    capsys.readouterr()
+    run(TINY, tmp_path, max_steps=4, profile_steps="1:2")
+    assert lines_with(capsys.readouterr().out, "profile_steps=1:2: no new trace, as the run goes on from step 3")
+
+
+def test_continued_run_has_no_result_before_its_end(tmp_path):
+    run(TINY, tmp_path, max_steps=2)
+    assert read_run(tmp_path, "").result
+    with pytest.raises(Interrupted):
+        run(TINY, tmp_path, StopAtStep(1), max_steps=8)
+    assert not read_run(tmp_path, "").result and not (tmp_path / "result.json").exists()
+    assert run(TINY, tmp_path, max_steps=8)["step"] == 8
+
+
+def test_seeds_that_are_overwritten_resume_without_their_earlier_runs(tmp_path):
+    """The first clears the directories of all, so that the command without --overwrite uses no earlier result."""
+    config = replace(TINY, train_dir=str(tmp_path), max_steps=2, seeds="0,1")
+    source = sources.find("synthetic")
+    train_seeds(config, source, ShutdownHandler())
+    with pytest.raises(Interrupted, match="saved step 1: the same command without --overwrite resumes"):
+        train_seeds(replace(config, overwrite=True), source, StopAtStep(1))
+    assert not (tmp_path / "seed1/result.json").exists() and not list_checkpoints(tmp_path / "seed1")
+    with pytest.raises(Interrupted, match="saved step 1: the same command without --overwrite resumes"):
+        train_seeds(replace(config, overwrite=True), source, StopAtStep(3))  # the second keeps the first one's new run
+    results = [(tmp_path / f"seed{seed}/result.json").exists() for seed in (0, 1)]
+    assert results == [True, False] and len(list_checkpoints(tmp_path / "seed1")) == 1
 
 
 def test_seeds_with_a_target_say_how_many_reached_it(tmp_path, monkeypatch, capsys):

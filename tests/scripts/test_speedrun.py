@@ -14,6 +14,7 @@ from cifar_towers.data import synthetic
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.training import build
 from scripts.speedrun import seeds, training
+from scripts.speedrun.settings import SpeedrunConfig
 
 ROOT = Path(__file__).parents[2]
 TINY = {"dataset": "synthetic", "model": "cifarnet", "crop": 24, "shift": 0, "batch_size": 40, "precision": "float32"}
@@ -39,6 +40,14 @@ def test_a_training_that_fails_says_how_to_keep_the_finished_seeds(tmp_path, mon
     expected = r"exit code 1 \(full disk\); mend that, then repeat the command without --overwrite, which keeps"
     with pytest.raises(RunError, match=expected):
         training.run_training(TrainConfig(train_dir=str(tmp_path), overwrite=True), quiet=True)
+
+
+def test_seed_with_too_few_steps_to_time_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(seeds.peak, "measure", lambda *args, **settings: {"convolution": 1.0})
+    monkeypatch.setattr(seeds, "run_training", lambda recipe: {"images_per_sec": None})
+    config = SpeedrunConfig(TrainConfig(**TINY), train_dir=str(tmp_path), seeds="0")
+    with pytest.raises(UsageError, match="too few steps to time; give more --max_steps or --epochs"):
+        seeds._train_seeds(config, METADATA, 1)
 
 
 def test_command_of_a_training_has_its_settings_and_its_name(tmp_path):

@@ -1,12 +1,10 @@
 """Bytes that cross between devices in one call of a traced function."""
 
-from collections import Counter
-
 import tensorflow as tf
 
 from cifar_towers.towers.placement import HOST, short_device
-
-Traffic = Counter[tuple[str, str]]  # (source device, destination device) -> bytes
+from scripts.scaling.communication import Traffic
+from scripts.speedrun.operations import reachable_ops
 
 
 def transfers(function, *, scalars: bool = True) -> Traffic:
@@ -40,13 +38,7 @@ def transfers(function, *, scalars: bool = True) -> Traffic:
 
 def _devices(function) -> dict[tf.Operation, str]:
     """Needed operation -> its device as defined by `transfers`; "" for constants, which are wherever they are used."""
-    needed: set[tf.Operation] = set()
-    pending = [tensor.op for tensor in function.graph.outputs] + list(function.graph.control_outputs)
-    while pending:
-        op = pending.pop()
-        if op not in needed:
-            needed.add(op)
-            pending += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
+    needed = reachable_ops(function.graph)
     captured = {id(inner): short_device(outer.device) for outer, inner in function.graph.captures}
     where: dict[tf.Operation, str] = {}
     for op in function.graph.get_operations():  # in topological order

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from cifar_towers.models import MODELS
 from cifar_towers.towers import pipeline
+from cifar_towers.towers.keras_parallel import variable_values
 from cifar_towers.towers.pipeline import cheapest_cuts, cut_in_stages, layer_costs, staged_call
 
 DEVICES = ["/CPU:1", "/CPU:2", "/CPU:3", "/CPU:4"]
@@ -38,11 +39,6 @@ def to_float64(model):
     return copy
 
 
-def values_of(model):
-    kinds = model.trainable_variables, model.non_trainable_variables
-    return [[tf.convert_to_tensor(variable) for variable in variables] for variables in kinds]
-
-
 def with_gradients(model, images, stages=None, in_graph=True):
     """Return (logits, new statistics, gradients), and whether each statistic is the same tensor as before."""
     same = []
@@ -58,7 +54,7 @@ def with_gradients(model, images, stages=None, in_graph=True):
         return logits, new, tape.gradient(loss, weights)
 
     run = tf.function(run, autograph=False) if in_graph else run
-    return run(*values_of(model), images), same
+    return run(*variable_values(model), images), same
 
 
 def assert_close(results, expected, rtol):
@@ -200,7 +196,7 @@ def graph_of_parts(model, stages, parts):
 
     @tf.function(autograph=False)
     def step(images):
-        weights, statistics = values_of(model)
+        weights, statistics = variable_values(model)
         results = []
         for part, shard in enumerate(tf.split(images, parts)):
             with tf.device("/CPU:0"), tf.name_scope(f"part_{part}"):

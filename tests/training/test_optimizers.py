@@ -194,6 +194,24 @@ def test_roles_by_name_belong_to_the_speednets():
     }  # fmt: skip
 
 
+def test_the_head_is_the_last_kernel_with_an_output_for_each_class():
+    """Also in a net whose `call` runs its layers in another order than that in which they were assigned."""
+
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head = keras.layers.Dense(5)
+            self.body = keras.layers.Dense(7)
+
+        def call(self, images):
+            return self.head(self.body(images))
+
+    images = keras.Input((3,))
+    net = Net()
+    roles = split_by_role(keras.Model(images, net(images)))
+    assert roles["head"][0] is net.head.kernel.value and roles["kernels"][0] is net.body.kernel.value
+
+
 def test_every_optimizer_has_a_rule_for_every_role():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     for name in OPTIMIZERS:

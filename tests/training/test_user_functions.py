@@ -149,6 +149,14 @@ def test_a_loss_of_another_shape_is_refused(file):
         load_loss(f"{file}:total", 10)
 
 
+def test_a_loss_that_draws_is_refused_without_advice_that_it_cannot_follow(tmp_path):
+    file = tmp_path / "mine.py"
+    draw = "tf.random.uniform([tf.shape(logits)[0]])"
+    file.write_text(f"import tensorflow as tf\n\n\ndef noisy(labels, logits):\n    return {draw}\n")
+    with pytest.raises(UsageError, match=r"noisy: it returns other values in a second call .*; take all from its arg"):
+        load_loss(f"{file}:noisy", 10)
+
+
 @pytest.mark.parametrize("strategy", ["towers", "mirrored"])
 def test_a_loss_with_a_variable_is_refused_and_one_with_a_constant_is_not(train, strategy):
     with pytest.raises(UsageError, match=r"^loss=\S*mine.py:scheduled: it uses a tf.Variable"):
