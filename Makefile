@@ -78,7 +78,7 @@ scaling: .venv/ready  ## measure one tower, and predict CONFIG's step on 1 to 64
 test: .venv/dev-ready  ## run the tests, in ten minutes or less on two cores; some: ARGS='-s -k ...'
 	@$(BIN)/python -m pytest -m 'not slow and not browser and not trackers and not needs_gpu' $(or $(ARGS),-n 2 --dist worksteal)
 
-test-long: .venv/dev-ready  ## run all tests, with whole recipes
+test-long: .venv/dev-ready  ## run the tests and the slow ones, with whole recipes
 	@$(BIN)/python -m pytest -m 'not browser and not trackers and not needs_gpu' $(or $(ARGS),-n 2 --dist worksteal)
 
 test-browser: .venv/dev-ready .venv/browser-ready  ## test TensorBoard and the report in a browser (chromium), with screenshots
@@ -105,7 +105,7 @@ docs: .venv/docs-ready  ## write the pages of the Python interface, from its doc
 		cifar_towers cifar_towers.towers '!cifar_towers.towers.make_parallel'
 	@echo "written to build/api/; open build/api/index.html"
 
-lock: .venv/dev-ready .venv/browser-ready .venv/docs-ready  ## install the newest versions that setup.cfg allows, and write constraints.txt
+lock: .venv/dev-ready .venv/browser-ready .venv/docs-ready  ## in a new .venv (make clean): install the newest versions of setup.cfg, write constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev,browser,docs]'
 	@sed -i '/^[^#]/d' constraints.txt
 	$(BIN)/python -m pip freeze --exclude-editable >> constraints.txt
@@ -120,5 +120,5 @@ faults-long: .venv/dev-ready  ## as many trials as in docs/faults.md (two hours)
 	@$(BIN)/python -m tests.faults --long $(ARGS)
 
 clean:  ## remove .venv and caches, never runs/
-	rm -rf .venv .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info
 	find cifar_towers tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

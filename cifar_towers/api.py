@@ -84,7 +84,7 @@ def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
       by prediction), and what was evaluated. For corrupted images, `accuracy`, `loss` and `ece` are tables.
 
     Raises:
-      RunError: there is no such run or split, or its data cannot be read or have changed.
+      RunError: there is no such run or split, its data cannot be read or have changed, or logits are not finite.
     """
     config = parse_settings(EvaluateConfig, {"train_dir": getattr(run, "directory", run), **settings})
     import_tensorflow()
@@ -109,7 +109,8 @@ def predict(
       Probabilities [n, C] float64, with the classes in the order of `run.class_names`.
 
     Raises:
-      RunError: there is no such run, the array has another shape or type, or a file cannot be read.
+      RunError: there is no such run, the array has another shape or type, a file cannot be read, or logits are not
+        finite.
     """
     settings = {"train_dir": getattr(run, "directory", run), **settings}
     config = parse_settings(PredictConfig, settings, arguments=("images",))

@@ -140,10 +140,11 @@ def train_run(
                     workdir.check_is_own(config)
                 step = run.resume()
                 if config.overwrite:  # now that nothing is refused any more
-                    workdir.clear(config.directory, launch_id)
-                    for other in overwritten:
-                        with workdir.exclusive(other):
-                            workdir.clear(other, launch_id)
+                    with contextlib.ExitStack() as locks:
+                        for other in overwritten:
+                            locks.enter_context(workdir.exclusive(other))
+                        for directory in (config.directory, *overwritten):
+                            workdir.clear(directory, launch_id)
                     config = dataclasses.replace(config, overwrite=False)
                 if result := run.stored_result(step):
                     return result
@@ -565,7 +566,7 @@ class Run:
             raise CallbackError(f"{self.callbacks.error}; {outcome}: {self.again} resumes")
 
     def roll_back(self, error: DivergedError) -> int:
-        """Restore the last checkpoint before the non-finite steps; return its step.
+        """Restore the last checkpoint that the non-finite steps have not changed, or an earlier one; return its step.
 
         Raises:
           DivergedError: rollbacks are off, there were too many, or there is no checkpoint.

@@ -180,7 +180,7 @@ class CheckpointManager:
 
     def _roll_back(self, last_good_step: int, rollbacks: int, skipped_steps: int) -> dict[str, Any] | None:
         undamaged = [read_metadata(path) for path in list_checkpoints(self.train_dir) if not describe_damage(path)]
-        # a skipped step updated nothing, or with hard examples the net and not its proxy
+        # a skipped step updated nothing, or with hard examples only the net or only its proxy
         steps = [each["step"] for each in undamaged if each["step"] - each.get("skipped_in_a_row", 0) <= last_good_step]
         if not steps:
             return None

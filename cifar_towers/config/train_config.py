@@ -285,7 +285,9 @@ class TrainConfig(DeviceConfig):
         False, "permission for worker addresses that the internet reaches; TensorFlow's port has no authentication"
     )
 
-    recipe: str = _run.free("", "recipe to train, a file in configs/; default: speed94, without --model and --flagfile")
+    recipe: str = _run.free(
+        "", "recipe to train, a file in configs/; default: speed94, unless --model or --flagfile is given"
+    )
     train_dir: str = _run.free(
         "",
         "directory of everything the run writes; default: runs/<recipe>-seed<seed>, with -<dataset> for data other "
@@ -293,7 +295,9 @@ class TrainConfig(DeviceConfig):
         per_worker=True,
         per_run=True,
     )
-    overwrite: bool = _run.free(False, "fresh start that deletes the run in train_dir", per_worker=True, per_run=True)
+    overwrite: bool = _run.free(
+        False, "fresh start that deletes the run in train_dir, or those of all seeds", per_worker=True, per_run=True
+    )
     seed: int = _run.recipe(0, "seed of data order, augmentation and weights", low=0, high=2**31 - 1, per_run=True)
     seeds: str = _run.free(
         "",
@@ -404,7 +408,9 @@ class TrainConfig(DeviceConfig):
     bias_learning_rate: float = _optimizer.recipe(
         0.0, "peak learning rate of biases and norms; 0: learning_rate", low=0
     )
-    head_learning_rate: float = _optimizer.recipe(0.0, "peak learning rate of the last kernel; 0: learning_rate", low=0)
+    head_learning_rate: float = _optimizer.recipe(
+        0.0, "peak learning rate of the kernel to the classes; 0: learning_rate", low=0
+    )
     whitening_learning_rate: float = _optimizer.recipe(
         0.0, "peak learning rate of whitening layers' biases; 0: bias_learning_rate", low=0
     )

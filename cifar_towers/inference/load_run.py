@@ -29,7 +29,7 @@ from cifar_towers.towers import Tower
 from cifar_towers.training import build
 from cifar_towers.user_code import split_function
 
-NOT_FINITE = "logits that are not finite; give --precision=float32 if it is another"  # end of a message
+NOT_FINITE = "logits that are not finite; if the precision is not float32, give --precision=float32"  # end of a message
 DEVICE_GROUPS = ("Towers", "Cluster")  # settings of how a run was trained, which its use does not depend on
 
 

@@ -142,10 +142,10 @@ def test_images_whose_logits_are_not_finite_have_no_class_and_no_score(run, fold
     out, err = capsys.readouterr()
     answers = [json.loads(line) for line in out.splitlines()]
     assert ["class" in answer for answer in answers] == [True, False, True, True, True]
-    assert "1.png gets logits that are not finite; give --precision=float32 if it is another" in err
-    with pytest.raises(DataError, match=f"{run} gives some images logits that are not finite; give --precision=float"):
+    assert "1.png gets logits that are not finite; if the precision is not float32, give --precision=float32" in err
+    with pytest.raises(DataError, match=f"{run} gives some images logits that are not finite; if the precision"):
         evaluate_as_json(run)
-    with pytest.raises(DataError, match=f"{run} gives some images logits that are not finite; give --precision=float"):
+    with pytest.raises(DataError, match=f"{run} gives some images logits that are not finite; if the precision"):
         predicted_probabilities(run, SMALL[1].images[:3])
 
 
