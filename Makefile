@@ -105,7 +105,7 @@ docs: .venv/docs-ready  ## write the pages of the Python interface, from its doc
 		cifar_towers cifar_towers.towers '!cifar_towers.towers.make_parallel'
 	@echo "written to build/api/; open build/api/index.html"
 
-lock: .venv/dev-ready .venv/browser-ready .venv/docs-ready  ## in a new .venv (make clean): install the newest versions of setup.cfg, write constraints.txt
+lock: .venv/dev-ready .venv/browser-ready .venv/docs-ready  ## after make clean: install the newest versions, and write constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev,browser,docs]'
 	@sed -i '/^[^#]/d' constraints.txt
 	$(BIN)/python -m pip freeze --exclude-editable >> constraints.txt
