@@ -112,9 +112,10 @@ def divided(data: OwnData, names: Sequence[str] = SPLITS) -> Iterator[tuple[str,
     for name, (items, labels) in data.splits.items():
         if name not in (*names, ALL):
             continue
-        hashes = [data.hash_of(item) for item in items]
-        by_class = np.argsort(labels, kind="stable") if name == ALL else range(len(labels))  # where hashes are equal
-        order = np.array(sorted(by_class, key=hashes.__getitem__) if name in (*SPLITS, ALL) else by_class, int)
+        order = np.argsort(labels, kind="stable") if name == ALL else np.arange(len(labels))  # where hashes are equal
+        if name in (*SPLITS, ALL):
+            hashes = [data.hash_of(item) for item in items]
+            order = np.array(sorted(order, key=hashes.__getitem__), int)
         parts = {name: order}
         if name == ALL:
             held_out = np.zeros(len(order), bool)

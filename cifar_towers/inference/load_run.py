@@ -26,6 +26,7 @@ from cifar_towers.errors import DataError, RunError, UsageError, error_text, lis
 from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.registry import NPY
 from cifar_towers.towers import Tower
+from cifar_towers.towers.keras_parallel import variable_values
 from cifar_towers.training import build
 from cifar_towers.user_code import split_function
 
@@ -142,8 +143,8 @@ def make_logits_fn(
 ) -> Callable[..., np.ndarray]:
     """Return a function (levels [n, S, S, 3], level of TTA, by default 0) -> logits [n, C]."""
     classify = make_classify_fn(model, towers, run.augmentation, on_progress=on_progress)
-    weights, others = ([v.value for v in some] for some in (model.trainable_variables, model.non_trainable_variables))
-    return lambda images, tta=0: classify(images, weights, others, tta)[1]
+    weights, non_trainable = variable_values(model)
+    return lambda images, tta=0: classify(images, weights, non_trainable, tta)[1]
 
 
 def _read_config(path: Path) -> TrainConfig:

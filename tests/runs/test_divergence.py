@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -46,6 +47,29 @@ def test_float32_is_advised_to_runs_in_16_bits_only(precision):
     with pytest.raises(DivergedError, match="--overwrite with a smaller --learning_rate") as caught:
         trainer.Run.roll_back(stopped, DivergedError("too many"))
     assert ("--precision=float32" in str(caught.value)) == ("16" in precision)
+
+
+def diverged(restored):
+    """Return what `Run.roll_back` uses of a run, whose checkpoint manager restores this metadata."""
+    return SimpleNamespace(
+        config=replace(TINY, rollback_on_divergence=True), precision="float32", timer=Mock(), log=Mock(),
+        step_runner=Mock(), logger=Mock(), checkpoints=Mock(roll_back=Mock(return_value=restored)),
+        health=health.Health(3, None, (), None, print, skipped_steps=3, last_good_step=5),
+    )  # fmt: skip
+
+
+def test_time_of_a_rollback_counts_as_saving():
+    """Otherwise it would count as waiting for the input of the next step."""
+    state = diverged({"step": 4, "evaluations": []})
+    assert trainer.Run.roll_back(state, DivergedError("too many")) == 4
+    state.checkpoints.roll_back.assert_called_once_with(5, skipped_steps=3, rollbacks=1)
+    assert state.timer.mock_calls[-1] == call.end_phase("save")
+
+
+def test_rollback_without_a_checkpoint_says_how_to_start_again():
+    message = "^too many; there is no checkpoint to go back to: start again with --overwrite and a smaller --learning"
+    with pytest.raises(DivergedError, match=message):
+        trainer.Run.roll_back(diverged(None), DivergedError("too many"))
 
 
 def all_finite(train_dir):
