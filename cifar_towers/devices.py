@@ -34,7 +34,7 @@ def setup_devices(config: TrainConfig, cluster: ClusterSpec | None = None) -> De
     With a cluster the call waits for all workers.
 
     Raises:
-      UsageError: the machine cannot have the towers, or they cannot share the batch as `tower_shares` says.
+      UsageError: the machine cannot have the towers, or they cannot share the batch evenly.
     """
     if cluster:
         options = _device_options(config)

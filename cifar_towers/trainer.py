@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import gc
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +45,7 @@ from cifar_towers.reporting.run_records import read_times
 from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.devices import describe_out_of_memory, on_gpus
-from cifar_towers.training import build, tuning
+from cifar_towers.training import build
 from cifar_towers.training.diagnostics import activation_layers
 from cifar_towers.training.health import Health, locate_nonfinite
 from cifar_towers.training.results import gather_diagnostics
@@ -94,7 +93,7 @@ def train(
         if cluster:
             workers.assert_equal(shared_values(config, dataset, hardware.precision, len(hardware.local_towers)))
         again = "the same command" + " without --overwrite" * config.overwrite  # which would delete the run
-        explained = explained_errors(config, hardware.towers)  # before `choose_directory` may drop `overwrite`
+        explained = explained_errors(config)  # before `choose_directory` may drop `overwrite`
         config, *others = (workdir.choose_directory(each, source.banner, launch_id) for each in (config, *others))
         overwritten = [each.directory for each in others if each.overwrite]
         with coordination.worker_train_dir(workers, config.train_dir) as own, explained:
@@ -126,40 +125,23 @@ def train_run(
     """Train a run to its end, and write its result.
 
     With `overwrite`, its directory and the `overwritten` ones of other runs are cleared first.
-
-    With `micro_batches=auto`, a run whose step does not fit into memory is set up again with more micro-batches, and
-    resumes.
     """
-    micro_batches = 0  # until a step did not fit: as the config says
+    run = set_up(config)
     with contextlib.ExitStack() as lock:
-        while True:
-            run = set_up(config, micro_batches=micro_batches)
-            try:
-                if not micro_batches:  # the first time; a restart holds the lock already
-                    lock.enter_context(workdir.exclusive(config.directory))
-                    workdir.check_is_own(config)
-                step = run.resume()
-                if config.overwrite:  # now that nothing is refused any more
-                    with contextlib.ExitStack() as locks:
-                        for other in overwritten:
-                            locks.enter_context(workdir.exclusive(other))
-                        for directory in (config.directory, *overwritten):
-                            workdir.clear(directory, launch_id)
-                    config = dataclasses.replace(config, overwrite=False)
-                if result := run.stored_result(step):
-                    return result
-                run.begin(step)
-                try:
-                    step = train_with_rollbacks(step, run)
-                except tf.errors.OpError as error:
-                    micro_batches = run.choose_more_micro_batches(error)
-                else:
-                    return finish(step, run)
-            finally:
-                run.end()
-            del run  # frees its variables, which `error` referred to until here
-            keras.backend.clear_session()
-            gc.collect()
+        lock.callback(run.end)
+        lock.enter_context(workdir.exclusive(config.directory))
+        workdir.check_is_own(config)
+        step = run.resume()
+        if config.overwrite:  # now that nothing is refused any more
+            with contextlib.ExitStack() as locks:
+                for other in overwritten:
+                    locks.enter_context(workdir.exclusive(other))
+                for directory in (config.directory, *overwritten):
+                    workdir.clear(directory, launch_id)
+        if result := run.stored_result(step):
+            return result
+        run.begin(step)
+        return finish(train_with_rollbacks(step, run), run)
 
 
 def train_with_rollbacks(step: int, run: "Run") -> int:
@@ -227,8 +209,6 @@ class Run:
     """One run in one directory: the parts that train it, and the hooks after each step.
 
     Attributes:
-      requested: the config as it was given. config: the same after `tuning.resolve_choices`, which puts values in place
-        of `auto` and of an empty variable placement.
       variables: every variable that checkpoints hold, by name.
       towers: the towers of the step; a single one if the devices hold stages of the model.
       local_towers: the devices of this process, each as a tower, also if they hold stages.
@@ -248,38 +228,30 @@ class Run:
         timer: PhaseTimer,
         callbacks: Callbacks,
         again: str,
-        requested: TrainConfig,
-        micro_batches: int = 0,
+        config: TrainConfig,
     ):
-        """Build batches, model, state, step and collaborators as the `requested` config asks for.
+        """Build batches, model, state, step and collaborators as the config asks for.
 
         Args:
           again: the command that resumes the run, as messages call it.
-          micro_batches: number of micro-batches if the config says `auto`; 0: the number that the run had so far, or 1
-            in a new run.
 
         Raises:
           UsageError: the settings do not fit this machine, model or data set.
         """
         strategy, towers, self.local_towers, precision = hardware
-        self.requested, self.dataset, self.precision = requested, dataset, precision
+        self.config, self.dataset, self.precision = config, dataset, precision
         self.shutdown, self.workers, self.timer, self.callbacks, self.again = shutdown, workers, timer, callbacks, again
 
-        rows = requested.examples_drawn * len(self.local_towers) // len(towers)
-        self.batches = build.make_batches(requested, dataset.train, rows=(workers.index * rows, rows), towers=towers)
-        self.length = length = requested.run_length(self.batches.steps_per_epoch)
-        profiled = parse_profile_steps(requested.profile_steps)
+        rows = config.examples_drawn * len(self.local_towers) // len(towers)
+        self.batches = build.make_batches(config, dataset.train, rows=(workers.index * rows, rows), towers=towers)
+        self.length = length = config.run_length(self.batches.steps_per_epoch)
+        profiled = parse_profile_steps(config.profile_steps)
         if profiled and profiled[0] >= length.last:
             raise UsageError(
-                f"profile_steps={requested.profile_steps}: this run ends with step {length.last}; give earlier steps"
+                f"profile_steps={config.profile_steps}: this run ends with step {length.last}; give earlier steps"
             )
-        self.profiler = StepProfiler(requested.directory, *profiled) if profiled and workers.is_chief else None
+        self.profiler = StepProfiler(config.directory, *profiled) if profiled and workers.is_chief else None
 
-        previous = workdir.previous_choices(requested, requested.num_towers(len(towers)))
-        if micro_batches:
-            previous["micro_batches"] = micro_batches
-        config, chosen = tuning.resolve_choices(requested, towers, precision, dataset.train, length, previous)
-        self.config = config
         self.state, train_step, self.towers = build.make_training(
             config, towers, precision, dataset.train, length, strategy, self.batches.load_images
         )
@@ -297,22 +269,20 @@ class Run:
             train_step, self.state.optimizer, self.image_size_at, config.verify_every_steps, self.towers, names, again
         )
 
-        self._make_hooks(banner, chosen)
+        self._make_hooks(banner)
         self.evaluations: list[dict] = []
         self.reached = 0.0
         self._compiled = False  # whether the last step was compiled
 
-    def _make_hooks(self, banner: str, chosen: Sequence[str]) -> None:
+    def _make_hooks(self, banner: str) -> None:
         """List the hooks, and build what they use: logger, evaluator, checkpoint manager and health check."""
         config, dataset, workers, length = self.config, self.dataset, self.workers, self.length
         info = RunInfo(
             config=config,
-            chosen=chosen,
             dataset=dataset,
             banner=banner,
             local_towers=self.local_towers,
             towers=self.towers,
-            shard_sizes=tuning.shard_sizes(config, len(self.towers)),
             precision=self.precision,
             length=length,
             model=self.state.model,
@@ -336,7 +306,7 @@ class Run:
         )
         self.health = Health(config.max_nonfinite_steps, self.state, self.towers, self._locate_nonfinite, self.log)
         threads = tf.config.threading.get_intra_op_parallelism_threads()
-        self.metadata = workdir.run_metadata(self.requested, config, dataset, self.precision, len(self.towers), threads)
+        self.metadata = workdir.run_metadata(config, dataset, self.precision, len(self.towers), threads)
         self._has_batch_norm = has_batch_norm(self.state.model)
         if config.user_model and not self._has_batch_norm:  # a norm of the user's own
             self._has_batch_norm = bool(own_statistics(self.state.model, config.crop or config.image_size))
@@ -354,7 +324,7 @@ class Run:
     def resume(self) -> int:
         """Log what will be trained, and restore the newest checkpoint or start with `init_from`; return the step."""
         self.logger.log_start()
-        check = functools.partial(workdir.check_resumable, self.requested, self.dataset, self._has_batch_norm)
+        check = functools.partial(workdir.check_resumable, self.config, self.dataset, self._has_batch_norm)
         metadata = self.checkpoints.restore_latest(check, self.config.overwrite)
         # with `overwrite` the file belongs to the deleted run; after a restart in this process the timer is newer
         ignores_file = self.config.overwrite or self.timer.seconds
@@ -414,8 +384,8 @@ class Run:
     def start_step(self, step: int, batch: Batch) -> list[FinishedStep]:
         """Start the update that makes `step` into `step + 1`; return the steps whose metrics have arrived.
 
-        Usually the metrics of a step arrive with the next call. They arrive at once if the step is verified or may not
-        fit into memory, with a profile, on a cluster, or before an evaluation, a checkpoint or the end of an epoch.
+        Usually the metrics of a step arrive with the next call. They arrive at once if the step is verified, with a
+        profile, on a cluster, or before an evaluation, a checkpoint or the end of an epoch.
         """
         if not on_gpus(self.local_towers) and self.step_runner.skipped_last():
             # find the non-finite tensor before the next update; on GPUs, asking at every step would stall the device
@@ -428,15 +398,11 @@ class Run:
             "collect_diagnostics": self.logger.is_summary_step(step + 1),
             "stop_signal": self.shutdown.received_signal if is_cluster else None,
         }
-        may_not_fit = needs_compilation and not self.requested.micro_batches
-        if may_not_fit and step:
-            self.check_and_log(step, self.step_runner.finish())
-            self.save_now(step)  # to resume from, with more micro-batches
         if needs_compilation:
             self._compile(step, batch, options)
         self._profile(StepProfiler.before, step)
         finished = self.step_runner.start(step, batch, **options)
-        if is_cluster or self.profiler or may_not_fit or self._is_something_due(step + 1):
+        if is_cluster or self.profiler or self._is_something_due(step + 1):
             finished += self.step_runner.finish()
         self._profile(StepProfiler.after, step + 1)
         self.logger.end_step(step + 1, not needs_compilation)
@@ -592,39 +558,18 @@ class Run:
         self.timer.end_phase("save")
         return step
 
-    def choose_more_micro_batches(self, error: tf.errors.OpError) -> int:
-        """Return and log the number of micro-batches to resume with after a step did not fit into the memory.
-
-        Raises:
-          OpError: `error` itself, if it is not about memory, if `micro_batches` is not `auto`, or if no larger number
-            divides the towers' shares.
-        """
-        reason = "" if self.requested.micro_batches else describe_out_of_memory(error)
-        number = tuning.more_micro_batches(self.config, len(self.towers)) if reason else 0
-        if not number:
-            raise error
-        line = f"a step does not fit into the memory ({reason}): continuing with --micro_batches={number}"
-        if self._has_batch_norm:
-            largest = max(tuning.shard_sizes(self.config, len(self.towers)))
-            now, then = largest // self.config.micro_batches, largest // number
-            line += f"; batch norm now sees {then} images at a time instead of {now}, which changes what is trained; "
-            line += f"to keep it the same for the whole run, give --overwrite --micro_batches={number}"
-        self.log(line)
-        return number
-
     def _locate_nonfinite(self, state: TrainState, tower: Tower, batch: Batch, image_size: int) -> str:
         """Repeat the forward pass of a tower; return the same answer on all workers. See `locate_nonfinite`."""
         message, local_towers = "", [each for each in self.towers if each in self.local_towers]
         if tower in local_towers:
-            sizes = tuning.shard_sizes(self.config, len(local_towers), len(batch.labels))
-            shard = split_batch(batch, local_towers, sizes=sizes)[local_towers.index(tower)]
+            shard = split_batch(batch, local_towers)[local_towers.index(tower)]
             shard, parts = self.batches.load_images(shard, tower.device), self.config.micro_batches
             message = locate_nonfinite(state.model, self.augmentation, tower, shard, image_size, parts)
         return next(filter(None, self.workers.gather(message)), "")
 
 
 @contextlib.contextmanager
-def explained_errors(config: TrainConfig, towers: Sequence[Tower]) -> Iterator[None]:
+def explained_errors(config: TrainConfig) -> Iterator[None]:
     """Raise TensorFlow's errors about the limits of a device as UsageErrors, with the flags to give instead.
 
     Raises:
@@ -635,12 +580,8 @@ def explained_errors(config: TrainConfig, towers: Sequence[Tower]) -> Iterator[N
         yield
     except tf.errors.OpError as error:
         if reason := describe_out_of_memory(error):
-            advice = "a smaller --batch_size, which is another run, may fit"
-            without = " without --overwrite" * config.overwrite
-            if more := tuning.suggest_more_micro_batches(config, len(towers)):
-                advice = f"the same command with {more} takes each share in smaller parts, and{without} resumes from "
-                advice += "the last checkpoint if the net has no batch normalization"
-            raise UsageError(f"{reason}: the memory is too small for this; {advice}") from error
+            advice = f"give --micro_batches={2 * config.micro_batches} and --overwrite"
+            raise UsageError(f"{reason}: the memory is too small for a step; {advice}") from error
         if not (config.deterministic and isinstance(error, tf.errors.UnimplementedError)):
             raise
         raise UsageError(f"{error_text(error)}: train without --deterministic, or without that operation") from error

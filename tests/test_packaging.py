@@ -74,7 +74,7 @@ COMMANDS = {  # in this order: the first two train what the others read
     "cifar-towers-compare-runs": ["runs/smoke-seed0", "runs/smoke-seed0"],
     "cifar-towers-report": ["runs/smoke-seed0", "--out=report.html"],
     "cifar-towers-runs": [],
-    "cifar-towers-benchmark": [*SMALL, "--placement_only"],
+    "cifar-towers-benchmark": [*SMALL, "--towers=1", "--minutes=0", "--nopeers"],
 }
 
 

@@ -16,7 +16,7 @@ from cifar_towers.benchmark.worker import open_process
 from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.config.train_config import split_names
 from cifar_towers.data.batches import NUM_PREFETCHED
-from cifar_towers.errors import RunError, UsageError, count
+from cifar_towers.errors import RunError, UsageError
 
 MIN_ROUNDS, MAX_ROUNDS, MIN_TIMED_STEPS = 3, 15, 3
 VISIT_SECONDS = 2.0  # target duration of the timed steps of a case in one round
@@ -26,16 +26,11 @@ Workers = Mapping[int, Callable[..., Any]]  # number of towers -> request to the
 def run_benchmark(config: BenchmarkConfig, worker_command: Sequence[str]) -> None:
     """Measure all cases; print a table with a conclusion, and write them to the config's directory.
 
-    The first answer, within half a minute, is the variable placement to use. With `placement_only` it is the only one.
     `worker_command` starts a process that calls `worker.serve`.
     """
     start = time.monotonic()
-    if not config.placement_only:
-        report.make_directory(config.directory)
+    report.make_directory(config.directory)
     counts, cases = _plan(config)
-    _print_placement(config, counts, worker_command)
-    if config.placement_only:
-        return
     with ExitStack() as stack:
         workers, devices = {}, {}
         for num_towers in counts:  # one after another: the first may have to download the data
@@ -63,16 +58,6 @@ def _plan(config: BenchmarkConfig) -> tuple[tuple[int, ...], list[BenchmarkCase]
     doubled = sorted({limit, *(2**power for power in range(limit.bit_length()))})  # 1, 2, 4, .. and the limit itself
     counts = config.tower_counts or tuple(n for n in doubled if config.recipe.batch_size % n == 0)
     return counts, make_cases(counts, precisions, config.peers, on_gpus=bool(gpus))
-
-
-def _print_placement(config: BenchmarkConfig, counts: Sequence[int], worker_command: Sequence[str]) -> None:
-    """Print the variable placement to use on the most towers of the config; by default one per GPU, or two on a CPU."""
-    most = max(counts) if config.towers else len(tf.config.get_visible_devices("GPU")) or 2
-    num_towers = max(each for each in counts if each <= most)
-    print(f"comparing variable placements on {count(num_towers, 'tower')}, for about half a minute", flush=True)
-    with open_process(worker_command) as request:
-        request(["start", dataclasses.asdict(config), num_towers])
-        print(request(["recommend_placement"]), flush=True)
 
 
 def _prepare(cases: Sequence[BenchmarkCase], workers: Workers) -> list[CaseResult]:

@@ -29,7 +29,7 @@ from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch, Batches
 from cifar_towers.data.dataset import Split
-from cifar_towers.devices import choose_precision, setup_towers
+from cifar_towers.devices import setup_towers
 from cifar_towers.errors import RunError, UsageError, error_text
 from cifar_towers.models.stock_layers import to_stock_model
 from cifar_towers.reporting.profiler import profile_step
@@ -39,7 +39,6 @@ from cifar_towers.towers.placement import HOST
 from cifar_towers.training import build
 from cifar_towers.training.results import to_numpy
 from cifar_towers.training.state import TrainState
-from cifar_towers.training.tuning import recommend_placement
 
 EXPECTED_ERRORS = (ValueError, NotImplementedError, MemoryError, tf.errors.OpError, RunError)  # of a single case
 NUM_FED_BATCHES = 3  # distinct batches that Keras `fit` gets, repeated
@@ -122,15 +121,6 @@ class Worker:
         kind = "GPU" if on_gpus(self.towers) else "CPU"
         physical = len(tf.config.get_visible_devices(kind)) if kind == "GPU" else 1
         return {"kind": kind, "physical": min(physical, num_towers), "dataset": dataset.name}
-
-    def recommend_placement(self) -> str:
-        """Say in one sentence which variable placement is fastest on these towers, or that it does not matter."""
-        recipe = self.config.recipe
-        length = recipe.run_length(build.make_batches(recipe, self.train).steps_per_epoch)
-        precision = choose_precision(recipe.precision, self.towers)
-        placement, matters, reason = recommend_placement(recipe, self.towers, precision, self.train, length)
-        answer = f"Use --variable_placement={placement}" if matters else "Variable placement does not matter"
-        return f"{answer} here: {reason}."
 
     def prepare(self, case: list) -> tuple[float, float]:
         """Build a case. Return the seconds of building and its first step, and those of the second step."""

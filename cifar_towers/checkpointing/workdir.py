@@ -21,7 +21,6 @@ from cifar_towers.files import CHECKPOINTS_DIR
 from cifar_towers.registry import split_path
 from cifar_towers.user_code import check_function, split_function
 
-CHOSEN = ("variable_placement", "tower_shares", "micro_batches")  # settings that `training.tuning` may choose
 IN_USE = "another process trains in {}; end it, or give another --train_dir"
 CHECKPOINTS = tuple(f"{CHECKPOINTS_DIR}/{prefix}*" for prefix in ("step-", files.DAMAGED, files.TEMPORARY))
 EVENTS = ("train", "eval", "result", "tower_*", files.PROJECTOR)  # directories that TensorBoard reads
@@ -177,13 +176,6 @@ def _find(directory: Path, patterns: Iterable[str]) -> list[Path]:
 # Resuming a run -------------------------------------------------------------------------------------------------------
 
 
-def previous_choices(config: TrainConfig, num_towers: int) -> dict[str, Any]:
-    """Return the `CHOSEN` settings of the newest checkpoint if it was made with as many towers; otherwise none."""
-    metadata = {} if config.overwrite else _newest_metadata(config.directory)
-    is_comparable = metadata.get("towers") == num_towers
-    return {name: metadata[name] for name in CHOSEN if is_comparable and metadata.get(name)}
-
-
 def check_resumable(config: TrainConfig, dataset: Dataset, has_batch_norm: bool, checkpoint: Path) -> None:
     """Refuse to resume a run from a checkpoint of another one.
 
@@ -207,12 +199,11 @@ def _check_recipe(
 ) -> None:
     """Raise if a checkpoint was made with other settings, or on another data set if the name of one is given.
 
-    Neither the value chosen for `auto` nor another path to the same code counts as another setting.
+    Neither the precision chosen for `auto` nor another path to the same code counts as another setting.
     """
     saved, code = dict(metadata["recipe"]), own_code(config)
-    for name, auto in {"precision": "auto", "micro_batches": 0}.items():
-        if saved.get(name) == auto and getattr(config, name) == metadata.get(name):
-            saved[name] = metadata[name]
+    if saved["precision"] == "auto" and config.precision == metadata["precision"]:
+        saved["precision"] = metadata["precision"]
     for setting, digest in metadata.get("own_code", {}).items():
         before, now = split_function(saved[setting]), split_function(getattr(config, setting))
         if before and now and before[1] == now[1] and code.get(setting) == digest:
@@ -242,16 +233,16 @@ def completed_result(config: TrainConfig, step: int, last_step: int) -> dict[str
 
 
 def run_metadata(
-    requested: TrainConfig, config: TrainConfig, dataset: Dataset, precision: str, num_towers: int, threads: int
+    config: TrainConfig, dataset: Dataset, precision: str, num_towers: int, threads: int
 ) -> dict[str, Any]:
-    """Return the metadata that all checkpoints of a run share: requested recipe, data, devices, chosen settings.
+    """Return the metadata that all checkpoints of a run share: recipe, data and devices.
 
     Args:
       threads: in one operation; 0: as TensorFlow chooses.
     """
     return {
-        "recipe": recipe_fields(requested),
-        "own_code": own_code(requested),
+        "recipe": recipe_fields(config),
+        "own_code": own_code(config),
         "dataset": dataset.name,
         "dataset_info": dataset.info._asdict(),
         **{f"{name}_sha256": digest for name, digest in dataset.digests().items()},
@@ -260,8 +251,7 @@ def run_metadata(
         "threads": threads,
         "strategy": config.strategy,
         "parallelism": config.parallelism,
-        **{name: getattr(config, name) for name in CHOSEN},
-        "variable_placement": config.variable_placement if config.strategy == "towers" else None,
+        "micro_batches": config.micro_batches,
     }
 
 
@@ -301,15 +291,10 @@ def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any], has_b
         settings.append("precision")
     if has_batch_norm and current["recipe"]["batch_statistics"] != "synchronized":
         saved_parts, parts = (each["towers"] * each["micro_batches"] for each in (saved, current))
-        saved_shares, shares = saved["tower_shares"], current["tower_shares"]
         if saved_parts != parts:
             changes.append(f"batch norm sees 1/{parts} of a batch at a time instead of 1/{saved_parts}")
             names = ("parallelism", "towers", "micro_batches")
             settings += [name for name in names if saved.get(name, current[name]) != current[name]]
-        elif saved_shares != shares:
-            equal = "all equal"
-            changes.append(f"batch norm sees tower shares {shares or equal} instead of {saved_shares or equal}")
-            settings.append("tower_shares")
     if not changes:
         return ""
     flags = " ".join(f"--{'num_gpus' if name == 'towers' else name}={saved[name]}" for name in settings)

@@ -323,7 +323,6 @@ def benchmark(shutdown: ShutdownHandler) -> None:
     towers. Without --recipe, --flagfile and --model the recipe is speed94.
 
     benchmark.py --recipe=speed94 --towers=1,2,4
-    benchmark.py --placement_only
     """
     config = parse(programs.BenchmarkConfig, benchmark)
     recipe = dataclasses.replace(config.recipe, hard_example_pool=0)  # the bare step, without selecting examples

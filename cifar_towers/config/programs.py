@@ -26,7 +26,7 @@ RUN_FIELDS = (
     *("tta_accuracy", "images_per_sec", "minutes", "goodput", "revision", "megabytes"),
 )
 EXPORT_FORMATS = ("saved_model", "keras", "litert", "tflite", "onnx")
-VARIED = ("strategy", "variable_placement", "parallelism", "num_gpus", "tower_shares")  # by the benchmark
+VARIED = ("strategy", "variable_placement", "parallelism", "num_gpus")  # by the benchmark
 CLUSTER = names_with(TrainConfig, group="Cluster")
 OF_TRAINING = ("log_device_placement", "overwrite", "seeds", "expect_sha256")  # do nothing where a step is measured
 NO_TRAIN_DIR = {"train_dir": "directories of runs are given as they are, as runs/one"}
@@ -248,9 +248,6 @@ class BenchmarkConfig:
     )
     minutes: float = _benchmark(12.0, "time to measure in minutes; at least three rounds are made", low=0)
     peers: bool = _benchmark(True, "measurement of Keras fit with stock layers, mirrored for several towers")
-    placement_only: bool = _benchmark(
-        False, "answer to one question, in half a minute: which variable placement is fastest here, if it matters"
-    )
 
     def __post_init__(self):
         check_limits(self)

@@ -22,7 +22,6 @@ from cifar_towers.user_code import check_function_name, split_function
 
 REST = "the rest"  # group of the setting that holds a program's positional arguments
 RECIPE = "the recipe"  # group of the setting that holds a TrainConfig; each setting of that config is a flag
-MAX_MICRO_BATCHES = 1024  # of a tower's shard
 MIN_IMAGE_SIZE = 18  # pixels
 MAX_PROFILE_STEPS = 100
 RATES = ("bias_learning_rate", "head_learning_rate", "whitening_learning_rate")  # besides learning_rate
@@ -122,19 +121,6 @@ def parse_names(setting: str, text: str, known: Sequence[str]) -> list[str]:
 # The settings of a training -------------------------------------------------------------------------------------------
 
 
-def parse_shares(text: str) -> list[float]:
-    """Return the towers' shares of a batch: `"3,1"` -> [3.0, 1.0]; empty for an empty text and for `auto`."""
-    if text in ("", "auto"):
-        return []
-    try:
-        shares = [float(part) for part in text.split(",")]
-    except ValueError:
-        shares = [0.0]
-    if not all(0 < share < math.inf for share in shares):
-        raise UsageError(f"tower_shares={text} must be positive numbers, one a tower, as 3,1; or auto")
-    return shares
-
-
 def parse_seeds(text: str) -> tuple[int, ...]:
     """Return the seeds in a text: `"0,1,2"` -> (0, 1, 2)."""
     try:
@@ -224,9 +210,9 @@ class TrainConfig(DeviceConfig):
     )
     variable_placement: str = _towers.free(
         "",
-        "device of the towers' shared variables; auto: with GPUs, the fastest one, measured for some seconds; empty: "
-        "cpu, except auto for the speednets on GPUs, as their updates are too much work for a host",
-        choices=("cpu", "round_robin", "least_loaded", "auto"),
+        "device of the towers' shared variables; empty: cpu, except round_robin for the speednets on GPUs, as their "
+        "updates are too much work for a host",
+        choices=("cpu", "round_robin", "least_loaded"),
     )
     gradient_device: str = _towers.free(
         "variable",
@@ -250,19 +236,11 @@ class TrainConfig(DeviceConfig):
         choices=("mean", "final", "synchronized"),
         on_resume="allow_without_batch_norm",
     )
-    tower_shares: str = _towers.free(
-        "",
-        "each tower's share of the batch, as 3,1, for devices of unequal speed; auto: measured once, for some "
-        "seconds; empty: equal shares",
-        check=parse_shares,
-    )
     micro_batches: int = _towers.recipe(
         1,
-        "number of parts in which each tower computes its share of the batch; auto: one, and at least twice as many "
-        "after a step that does not fit into memory",
-        low=0,
-        high=MAX_MICRO_BATCHES,
-        words={"auto": 0},
+        "gradient accumulation: number of parts in which each tower computes its share of the batch",
+        low=1,
+        high=1024,
         on_resume="allow_without_batch_norm",
     )
     parallelism: str = _towers.free(
@@ -526,31 +504,18 @@ class TrainConfig(DeviceConfig):
 
     def check_shares(self, num_devices: int) -> None:
         """Check that the towers on this many devices, and their micro-batches, can share a batch."""
-        num_towers = self.num_towers(num_devices)
-        if not self.tower_shares:
-            if uneven := self._describe_uneven_shares(num_towers):
-                raise UsageError(uneven)
-            return
-        num_shares = len(parse_shares(self.tower_shares)) or num_towers  # of auto
-        if num_shares != num_towers:
-            raise UsageError(f"tower_shares={self.tower_shares} are of {num_shares} towers, and there are {num_towers}")
-        parts = self.micro_batches or 1
-        for examples in filter(None, (self.batch_size, self.hard_example_pool)):
-            if examples % parts or examples // parts < num_shares:
-                multiples = f" in multiples of {parts}" if parts > 1 else ""
-                raise UsageError(f"tower_shares={self.tower_shares}: {examples} examples cannot be shared{multiples}")
+        if uneven := self._describe_uneven_shares(self.num_towers(num_devices)):
+            raise UsageError(uneven)
 
     def default_num_towers(self, num_devices: int) -> tuple[int, str]:
         """Return (the largest number of towers that can share a batch, the reason if it is below `num_devices`)."""
-        if self.tower_shares:
-            return len(parse_shares(self.tower_shares)) or num_devices, ""
         reason = self._describe_uneven_shares(num_devices)
         even = [towers for towers in range(1, num_devices) if not self._describe_uneven_shares(towers)]
         return (even[-1], reason) if reason and even and self.parallelism == "data" else (num_devices, "")
 
     def _describe_uneven_shares(self, num_towers: int) -> str:
         """Return an error message with the nearest sizes if the batch cannot be divided evenly; otherwise empty."""
-        shares = num_towers * (self.micro_batches or 1)
+        shares = num_towers * self.micro_batches
         for name, minimum in (("batch_size", 0), ("hard_example_pool", self.batch_size)):
             size = getattr(self, name)
             if size % shares:
@@ -625,11 +590,6 @@ def _check_run(config: TrainConfig) -> None:
 
 def _check_parallelism(config: TrainConfig) -> None:
     strategy, has_stages = config.strategy, config.parallelism == "model"
-    for name, advice in (("variable_placement", "choose a placement"), ("tower_shares", "give shares, as 3,1")):
-        if config.deterministic and getattr(config, name) == "auto":
-            raise UsageError(f"{name}=auto depends on timing, which deterministic rules out; {advice}")
-    if config.micro_batches == 0 and strategy == "multi_worker":
-        raise UsageError("micro_batches=auto is for one process; give a number, as --micro_batches=2")
     if config.batch_statistics == "synchronized" and (config.micro_batches != 1 or has_stages):
         other = "micro_batches" if config.micro_batches != 1 else "parallelism=model"
         raise UsageError(f"batch_statistics=synchronized needs the whole batch at once; leave {other}")
@@ -646,7 +606,7 @@ def _check_parallelism(config: TrainConfig) -> None:
         if has_stages:
             keeps = f"{other} keeps each variable and its gradient on the device of its stage"
         raise UsageError(f"{keeps}; leave variable_placement and gradient_device")
-    for name, off in (("tower_shares", ""), ("hard_example_pool", 0), ("data_on", "host"), ("verify_every_steps", 0)):
+    for name, off in (("hard_example_pool", 0), ("data_on", "host"), ("verify_every_steps", 0)):
         if (value := getattr(config, name)) != off:
             raise UsageError(f"{name}={value} is for towers that share the batch; leave it, or {other}")
 

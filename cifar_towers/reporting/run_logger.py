@@ -54,13 +54,11 @@ NOISE_DECAY = 0.9  # of the running averages of signal and noise, whose ratio is
 class RunInfo:
     """The properties of a run that its log records or uses."""
 
-    config: TrainConfig  # with the settings that the run chose
-    chosen: Sequence[str]  # names of these settings
+    config: TrainConfig
     dataset: Dataset
     banner: str  # warning that synthetic data replace CIFAR-10, or empty
     local_towers: Sequence[Tower]  # devices of this process; the batch or the model is split over them
     towers: Sequence[Tower]  # of the step: a single one where the model is split
-    shard_sizes: Sequence[int]  # number of examples of each of these towers
     precision: str
     length: RunLength
     model: keras.Model
@@ -74,8 +72,7 @@ class RunInfo:
         if config.strategy == "multi_worker":
             devices = f"{num_towers // len(self.local_towers)} workers"
         parts = f"{config.micro_batches} x " if config.micro_batches > 1 else ""
-        sizes = [size // config.micro_batches for size in self.shard_sizes]
-        images = f"{parts}{', '.join(map(str, sizes)) if config.tower_shares else sizes[0]} images"
+        images = f"{parts}{config.batch_size // num_towers // config.micro_batches} images"
         stages = f" in {len(self.local_towers)} stages" if config.parallelism == "model" else ""
         mirrored = ", mirrored" if config.strategy == "mirrored" else ""
         return f"{count(num_towers, 'tower')} of {images}{stages} on {devices}{mirrored}"
@@ -324,12 +321,12 @@ class RunLogger:
     def _tower_agreement(self, metrics: StepMetrics, diagnostics: StepDiagnostics) -> dict[str, Any]:
         """Return what a summary step adds to its record: each tower's loss, gradient norm and cosine; the noise scale.
 
-        The noise scale needs random examples in parts of one size.
+        The noise scale needs random examples.
         """
         norms = (diagnostics.tower_gradient_norm / metrics.loss_scale).tolist()
         cosines = diagnostics.tower_gradient_cosine.tolist()
         towers = {"loss": metrics.tower_losses.tolist(), "gradient_norm": norms, "cosine": cosines}
-        if len(norms) == 1 or not metrics.updated or metrics.hard_examples or self.run.config.tower_shares:
+        if len(norms) == 1 or not metrics.updated or metrics.hard_examples:
             return {"towers": towers}
         noise_scale = self._noise_scale.update(norms, float(metrics.gradient_norm))
         return {"towers": towers, "gradient_noise_scale": noise_scale}
@@ -532,7 +529,6 @@ def describe_run(run: RunInfo) -> dict[str, Any]:
     return describe_machine() | {
         "towers": [{"name": tower.name, "device": tower.device} for tower in run.towers],
         "precision": run.precision,
-        "chosen": run.chosen,
         "gpus": gpu_names(),
         "data_sha256": run.dataset.digests(),
         "synthetic_data": run.banner,

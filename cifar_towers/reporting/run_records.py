@@ -112,8 +112,6 @@ class RunRecord:
         """The settings that the runs of a group have in common, with the precision, towers and data that were used."""
         settings = {name: value for name, value in self.config.items() if name not in PER_RUN}
         # the next run may choose another value; with other micro-batches batch norm computes another function
-        chosen = (name for name in self.environment.get("chosen", []) if name != "micro_batches")
-        settings |= dict.fromkeys(chosen, "auto")
         digests = self.environment.get("data_sha256") or {"train": self.config.get("dataset")}
         digests = {"train": "synthetic"} if self.banner else digests
         data = {f"{split}_data": as_text(digest)[:12] for split, digest in digests.items()}

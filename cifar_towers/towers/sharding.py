@@ -29,7 +29,8 @@ def split_batch(
         if examples < len(towers):
             raise ValueError(f"{examples} examples cannot be shared by {len(towers)} towers")
         if not sizes:
-            sizes = share_out(examples, [1] * len(towers))
+            size, remainder = divmod(examples, len(towers))
+            sizes = [size + (index < remainder) for index in range(len(towers))]
             if len(set(sizes)) > 1 and not allow_uneven:
                 even = examples - examples % len(towers)
                 raise ValueError(
@@ -87,29 +88,6 @@ def run_micro_batches(fn: Callable[[Any], Any], shard: Any, count: int, sequenti
                     part = tf.nest.map_structure(tf.identity, part)
             results.append(fn(part))
     return results
-
-
-def share_out(examples: int, shares: Sequence[float], multiple: int = 1) -> list[int]:
-    """Return K sizes in proportion to `shares` that add up to `examples`, each a positive multiple of `multiple`.
-
-    >>> share_out(16, [3, 1]), share_out(10, [2, 1, 1])
-    ([12, 4], [5, 3, 2])
-
-    Raises:
-      ValueError: a share is not positive, there are too few examples, or `multiple` does not divide them.
-    """
-    units = examples // multiple
-    if not shares or min(shares) <= 0 or examples % multiple or units < len(shares):
-        parts = f" in multiples of {multiple}" if multiple > 1 else ""
-        raise ValueError(f"{examples} examples cannot be shared{parts} as {', '.join(f'{s:g}' for s in shares)}")
-    exact = [units * share / sum(shares) for share in shares]
-    sizes = [max(1, int(value)) for value in exact]
-    while sum(sizes) != units:
-        step = 1 if sum(sizes) < units else -1
-        movable = [k for k in range(len(sizes)) if sizes[k] + step > 0]
-        k = max(movable, key=lambda k: step * (exact[k] - sizes[k]))  # the first of equals
-        sizes[k] += step
-    return [multiple * size for size in sizes]
 
 
 def _as_tensors(batch: Any) -> tuple[list[tf.Tensor], int]:

@@ -16,7 +16,7 @@ from keras.src.backend.common import global_state
 from keras.src.utils import naming  # clear_session resets names too, and also ends the graph that is being built
 from tensorflow.python.eager import context
 
-from cifar_towers.config import TrainConfig, parse_shares, schedules
+from cifar_towers.config import TrainConfig, schedules
 from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import NUM_OWN_DRAWS, Batches
@@ -27,6 +27,7 @@ from cifar_towers.models.layers import synchronize
 from cifar_towers.models.speednet import whitening_kernel
 from cifar_towers.registry import model_spec
 from cifar_towers.towers import Tower, variable_placement
+from cifar_towers.towers.devices import on_gpus
 from cifar_towers.towers.keras_parallel import check_split, synchronized_norm
 from cifar_towers.towers.pipeline import Stage, cut_in_stages, stage_placement
 from cifar_towers.towers.placement import HOST
@@ -191,9 +192,9 @@ def make_training(
             stages = _cut_in_stages(state, devices, image_size)
             update = make_update(state, towers[:1], loss_fn, augmentation, stages=stages, **common)
             return state, tf.function(update, autograph=False), towers[:1]
-        options = common | {"load_images": load_images, "shares": parse_shares(config.tower_shares)}
+        options = common | {"load_images": load_images}
         options["gradient_device"] = HOST if config.gradient_device == "cpu" else ""
-        with variable_placement(config.variable_placement, towers):
+        with variable_placement(resolve_placement(config, towers), towers):
             state, loss_fn = make_state_fn()
             update = make_update(state, towers, loss_fn, augmentation, **options)
             if config.hard_example_pool:
@@ -205,6 +206,15 @@ def make_training(
         return state, tf.function(update, autograph=False), towers
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def resolve_placement(config: TrainConfig, towers: Sequence[Tower]) -> str:
+    """Return the variable placement of a run: the config's, or the default for its model and devices.
+
+    A speednet's update is too much work for a host, so its variables are spread over GPUs.
+    """
+    default = "round_robin" if model_spec(config.model).is_speednet and on_gpus(towers) else "cpu"
+    return config.variable_placement or default
 
 
 def _cut_in_stages(state: TrainState, devices: Sequence[str], image_size: int) -> Sequence[Stage]:

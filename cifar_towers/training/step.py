@@ -21,7 +21,6 @@ from cifar_towers.towers.gradients import weighted_mean, weighted_sum
 from cifar_towers.towers.keras_parallel import first_call, to_scalar
 from cifar_towers.towers.pipeline import Stage, staged_call
 from cifar_towers.towers.placement import HOST
-from cifar_towers.towers.sharding import share_out
 from cifar_towers.training.diagnostics import activation_layers, forward_diagnostics, tower_gradient_stats
 from cifar_towers.training.results import PROXY, HardExamples, StepDiagnostics, StepMetrics
 from cifar_towers.training.state import TrainState, UpdateResult, first_nonfinite_index
@@ -53,7 +52,6 @@ def make_update(
     stages: Sequence[Stage] = (),
     example_loss: Callable | None = None,
     load_images: Callable[[Batch, str], Batch] | None = None,
-    shares: Sequence[float] = (),
 ) -> Update:
     """Return the function of one step on `state`: (batch, learning_rates, image_size=0, collect_diagnostics=None).
 
@@ -75,7 +73,6 @@ def make_update(
       stages: the model cut over several devices, for one tower; they work on different micro-batches at a time.
       example_loss: (labels, logits) -> [B] losses to return in the metrics.
       load_images: `Batches.load_images`, for batches without images.
-      shares: [K] proportions of the batch; equal if empty. Means over unequal shards are weighted by their examples.
     """
     tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches, stages, example_loss, load_images)
     synchronized = batch_statistics == "synchronized"
@@ -86,25 +83,24 @@ def make_update(
             collect = collect_diagnostics if (owner or tower) == towers[-1] else None
             return tower_fn(tower, shard, learning_rates.keys(), image_size, collect)
 
-        sizes = share_out(batch.labels.shape[0], shares, micro_batches) if shares else None
         if repeat:
-            return repeat_shard(on_tower, towers, repeat, batch, sizes)
-        run = functools.partial(run_on_towers_synchronized, weights=sizes) if synchronized else run_on_towers
-        results = run(on_tower, towers, split_batch(batch, towers, sizes=sizes))
+            return repeat_shard(on_tower, towers, repeat, batch)
+        run = run_on_towers_synchronized if synchronized else run_on_towers
+        results = run(on_tower, towers, split_batch(batch, towers))
 
         tower_grads = [zip(r.gradients, state.weights, strict=True) for r in results]
-        gradients = average_gradients(tower_grads, sizes, gradient_device)  # the towers meet here
+        gradients = average_gradients(tower_grads, device=gradient_device)  # the towers meet here
 
         tower_stats = None
         if collect_diagnostics is not None:
             tower_stats = tower_gradient_stats(collect_diagnostics, [r.gradients for r in results], gradients)
-        non_trainable = reduce_batch_stats([r.non_trainable for r in results], batch_statistics, devices, sizes)
+        non_trainable = reduce_batch_stats([r.non_trainable for r in results], batch_statistics, devices)
         losses, finite, original = results[-1].losses, all_finite(results), None
         if expected is not None:
             original = tf.switch_case(expected[0], [functools.partial(to_bytes, result) for result in results])
             finite = tf.logical_and(finite, tf.reduce_all(original == expected[1]))
         updated = state.apply(gradients, non_trainable, losses, learning_rates, finite, collect_diagnostics)
-        metrics = make_step_metrics(results, updated, tower_stats, batch.labels.shape[0], sizes)
+        metrics = make_step_metrics(results, updated, tower_stats, batch.labels.shape[0])
         return metrics._replace(original=original)
 
     return update
@@ -115,7 +111,6 @@ def repeat_shard(
     towers: Sequence[Tower],
     repeat: tuple[int, int],
     batch: Batch,
-    sizes: Sequence[int] | None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Compute the shard of one tower on another, for `repeat` (owner, other); return its bytes and a dummy number.
 
@@ -123,7 +118,7 @@ def repeat_shard(
     """
     owner, other = (towers[index] for index in repeat)
     with tf.device(other.device), tf.name_scope("repetition"):
-        result = on_tower(other, split_batch(batch, towers, sizes=sizes)[owner.index], owner)
+        result = on_tower(other, split_batch(batch, towers)[owner.index], owner)
         # use every result, as a normal step does: TensorFlow optimizes an operation together with its consumers
         rest = [tf.reduce_sum(tf.cast(t, tf.float32)) for t in tf.nest.flatten(result[2:]) if t is not None]
         return to_bytes(result), tf.add_n(rest)
@@ -256,12 +251,11 @@ def reduce_batch_stats(
     tower_values: Sequence[Sequence[tf.Tensor | None]],
     batch_statistics: str = "mean",
     devices: Sequence[str] = (),
-    weights: Sequence[int] | None = None,
 ) -> list[tf.Tensor | None]:
     """Reduce K lists of new values for the same S non-trainable variables to one list; None where none changed.
 
-    A float value becomes the mean, by `weights` if they are given. An integer value becomes the final tower's, as does
-    every value with `batch_statistics="final"`. If `devices` are given, mean i is computed on `devices[i]`.
+    A float value becomes the mean. An integer value becomes the final tower's, as does every value with
+    `batch_statistics="final"`. If `devices` are given, mean i is computed on `devices[i]`.
     """
     if batch_statistics == "final":
         return list(tower_values[-1])
@@ -270,7 +264,7 @@ def reduce_batch_stats(
         for index, values in enumerate(zip(*tower_values, strict=True)):
             with tf.device(devices[index] if devices else ""):
                 averaged = values[-1] is not None and values[-1].dtype.is_floating
-                reduced.append(weighted_mean(values, weights) if averaged else values[-1])
+                reduced.append(weighted_mean(values) if averaged else values[-1])
     return reduced
 
 
@@ -279,9 +273,8 @@ def make_step_metrics(
     update: UpdateResult,
     tower_stats: tuple[tf.Tensor, tf.Tensor] | None,
     num_examples: int,
-    sizes: Sequence[int] | None = None,
 ) -> StepMetrics:
-    """Return the metrics of a step over `num_examples` examples, shared by the towers as `sizes` say, or equally.
+    """Return the metrics of a step over `num_examples` examples.
 
     They have no diagnostics without `tower_stats`, which `tower_gradient_stats` returns.
     """
@@ -290,7 +283,7 @@ def make_step_metrics(
         diagnostics = StepDiagnostics._make([*results[-1].diagnostics, *tower_stats, *update.diagnostics])
     with tf.name_scope("metrics"):
         metrics = StepMetrics(
-            loss=weighted_mean([r.losses["cross_entropy"] for r in results], sizes),
+            loss=weighted_mean([r.losses["cross_entropy"] for r in results]),
             accuracy=tf.add_n([r.num_correct for r in results]) / num_examples,
             gradient_norm=update.gradient_norm,
             tower_losses=tf.stack([r.losses["total_loss"] for r in results]),

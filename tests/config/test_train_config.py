@@ -101,18 +101,12 @@ USAGE_ERRORS = {
         (["--strategy=mirrored", "--verify_every_steps=9"], "verify_every_steps=9 is for towers that share the batch"),
         (["--parallelism=model", "--verify_every_steps=9"], "leave it, or parallelism=model"),
         (["--parallelism=model", "--strategy=mirrored"], "leave strategy=mirrored"),
-        (["--parallelism=model", "--variable_placement=auto"], "keeps each variable and its gradient on"),
+        (["--parallelism=model", "--variable_placement=round_robin"], "keeps each variable and its gradient on"),
         (["--parallelism=model", "--gradient_device=cpu"], "keeps each variable and its gradient on"),
         (
             ["--batch_size=100", "--num_gpus=2", "--micro_batches=3"],
             " 2 towers in 3 micro-batches each; 96 and 102 can",
         ),
-        (["--num_gpus=2", "--tower_shares=auto", "--micro_batches=3"], "1024 examples cannot be shared in multiples"),
-        (
-            ["--num_gpus=2", "--tower_shares=auto", "--hard_example_pool=1041", "--micro_batches=2"],
-            "tower_shares=auto: 1041 examples cannot be shared in multiples of 2",
-        ),
-        (["--num_gpus=8", "--tower_shares=auto", "--batch_size=7"], "tower_shares=auto: 7 examples cannot be shared"),
     ],
     BenchmarkConfig: [
         (["--towers=1,two"], "towers=1,two is not a list of whole numbers"),
@@ -347,14 +341,6 @@ def test_default_number_of_towers_divides_the_batch():
     assert TrainConfig(batch_size=1024, parallelism="model").default_num_towers(7) == (7, "")
     with pytest.raises(UsageError, match=f"{why}$"):
         TrainConfig(batch_size=1024, num_gpus=7)
-
-
-def test_shares_of_towers_that_are_not_known_before_are_checked_before_they_are_measured():
-    config = TrainConfig(batch_size=1024, tower_shares="auto", micro_batches=3)
-    for num_towers in (1, 2):
-        with pytest.raises(UsageError, match="tower_shares=auto: 1024 examples cannot be shared in multiples of 3"):
-            config.check_shares(num_towers)
-    dataclasses.replace(config, batch_size=1023).check_shares(2)
 
 
 def test_home_directory_is_expanded_as_a_shell_does_not_after_an_equals_sign(monkeypatch, tmp_path):

@@ -188,7 +188,7 @@ def blank_split(number):
 
 def describe(model, variables, dataset, banner=""):
     run = SimpleNamespace(model=model, variables=variables, dataset=dataset, banner=banner, precision="float32")
-    run.towers, run.config, run.chosen = [Tower(0, "/CPU:0")], SimpleNamespace(crop=4), ["tower_shares"]
+    run.towers, run.config = [Tower(0, "/CPU:0")], SimpleNamespace(crop=4)
     return run_logger.describe_run(run)
 
 
@@ -200,7 +200,7 @@ def test_environment_of_a_run():
     some = blank_split(2)
     content = describe(model, head, Dataset("mine", some, blank_split(0), some))
     assert content["packages"]["tensorflow"].startswith("2.") and content["processor"]
-    assert content["towers"] == [{"name": "tower_0", "device": "/CPU:0"}] and content["chosen"] == ["tower_shares"]
+    assert content["towers"] == [{"name": "tower_0", "device": "/CPU:0"}]
     assert content["data_sha256"] == {"train": some.digest, "test": some.digest} and len(content["class_names"]) == 10
     assert content["variables"] == [
         {"name": "model.head.kernel", "shape": [48, 10], "bytes": 1920, "device": "/CPU:0"},

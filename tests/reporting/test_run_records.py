@@ -25,27 +25,6 @@ def test_runs_of_one_recipe_with_other_settings_are_groups_of_their_own(tmp_path
     assert all(name.startswith("speed94, batch_size=") for name in groups)
 
 
-def test_what_runs_chose_by_themselves_does_not_tell_groups_apart(tmp_path):
-    """Runs that were asked for a placement are told apart by it, as are runs of before choices were recorded."""
-    placements = ["cpu", "round_robin", "cpu", "round_robin", "cpu"]
-    for name, placement in zip("abcde", placements, strict=True):
-        make_run(tmp_path / name, variable_placement=placement, tower_shares=f"{len(placement)},1")
-    for name in "ab":
-        change(tmp_path / name, "environment.json", chosen=["variable_placement", "tower_shares"])
-    for name in "cd":
-        change(tmp_path / name, "environment.json", chosen=[])
-    groups = group_names([tmp_path / name for name in "abcde"])
-    assert sorted(groups.values()) == [["a", "b"], ["c", "e"], ["d"]]
-
-
-def test_runs_that_chose_other_micro_batches_are_groups_of_their_own(tmp_path):
-    """Batch norm computes another function on smaller batches. A number may also be given that others chose."""
-    for name, parts in zip("abc", (1, 2, 2), strict=True):
-        make_run(tmp_path / name, micro_batches=parts)
-        change(tmp_path / name, "environment.json", chosen=["micro_batches"] if name != "c" else [])
-    assert sorted(group_names([tmp_path / name for name in "abc"]).values()) == [["a"], ["b", "c"]]
-
-
 def test_runs_on_other_images_of_any_split_are_a_group_of_their_own(tmp_path):
     """Runs without digests, as those of before digests were recorded, are grouped by the name of their data."""
     digests = [("a", "b"), ("a", "b"), ("a", "c"), ("a", "c"), ("d", "b")]

@@ -3,7 +3,6 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers.towers import run_micro_batches, run_on_towers, split_batch
-from cifar_towers.towers.sharding import share_out
 
 
 def test_structures_are_split_on_axis_0(towers):
@@ -52,30 +51,6 @@ def test_micro_batches_have_equal_sizes():
     assert [part.numpy().tolist() for part in run_micro_batches(tf.identity, tf.range(4), 2)] == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match="3 examples cannot be shared evenly by 2 micro-batches"):
         run_micro_batches(tf.identity, tf.range(3), 2)
-
-
-@pytest.mark.parametrize(
-    ("examples", "shares", "multiple", "sizes"),
-    [
-        (1024, [3, 1], 1, [768, 256]),
-        (1024, [1000, 1], 1, [1023, 1]),
-        (7, [1, 1, 1], 1, [3, 2, 2]),
-        (48, [3, 1], 4, [36, 12]),
-        (40, [3, 1], 8, [32, 8]),
-        (3, [100, 1, 1], 1, [1, 1, 1]),
-    ],
-)
-def test_sizes_are_in_proportion_and_add_up(examples, shares, multiple, sizes):
-    assert share_out(examples, shares, multiple) == sizes
-
-
-@pytest.mark.parametrize(
-    ("examples", "shares", "multiple", "message"),
-    [(3, [1, 0], 1, "as 1, 0"), (1, [1, 1], 1, "1 examples"), (6, [1, 1], 4, "in multiples of 4"), (6, [], 1, "as $")],
-)
-def test_shares_that_give_a_tower_no_example_are_refused(examples, shares, multiple, message):
-    with pytest.raises(ValueError, match=message):
-        share_out(examples, shares, multiple)
 
 
 def test_each_tower_runs_in_its_device_and_name_scope(towers):

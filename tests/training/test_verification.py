@@ -22,7 +22,7 @@ SLOW = [
 ]
 WAYS = [
     (3, "float32", {}),
-    (2, "float32", {"tower_shares": "2,1", "data_on": "device"}),
+    (2, "float32", {"data_on": "device"}),
     *(pytest.param(*way, marks=pytest.mark.slow) for way in SLOW),
 ]
 OPTIONS = {"rate_factor": 1.0, "collect_diagnostics": False}
