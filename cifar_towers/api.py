@@ -6,6 +6,7 @@ the line that the programs print, with settings as `batch_size=256` in place of 
 
 import contextlib
 import logging
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from cifar_towers.cli.run import Run, parse_settings
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EvaluateConfig, PredictConfig
 from cifar_towers.errors import FLAG_DASHES, Interrupted, UsageError, with_errors_for_python
-from cifar_towers.shutdown import ShutdownHandler
+from cifar_towers.signals import StopSignals
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,8 +40,8 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
 
     Raises:
       RunError: a setting is wrong or only for the programs (`seeds`, `strategy="multi_worker"`), the data cannot be
-        read, training diverges or is corrupted, the last step is unsaved, a callback fails, or weights are unexpected.
-      KeyboardInterrupt: there was nothing to save yet, or it is the second interrupt.
+        read, training diverges, the last step is unsaved, or a callback fails.
+      KeyboardInterrupt: there was no step to save yet, or it is the second interrupt.
     """
     config = parse_settings(TrainConfig, {"recipe": recipe, **settings})
     if config.seeds or config.strategy == "multi_worker":
@@ -48,7 +49,6 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
         raise UsageError(f"{name} is for the programs; call train once for each seed, and start workers by launch.py")
     if not isinstance(callbacks, Sequence):
         raise UsageError(f"callbacks={callbacks!r} is no list; write callbacks=[...]")
-    from cifar_towers.checkpointing.checkpoint import list_checkpoints
     from cifar_towers.cli.main import start_training
 
     opened: list[Run] = []
@@ -57,13 +57,11 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
         opened.append(Run(directory))
         return opened[-1]
 
-    shutdown = ShutdownHandler()
-    with _visible_log(), shutdown.handling_interrupts():
+    with _visible_log():
         try:
-            start_training(config, shutdown, callbacks=callbacks, make_handle=make_handle)
+            signals = StopSignals([signal.SIGINT])
+            start_training(config, signals, callbacks=callbacks, make_handle=make_handle)
         except Interrupted as interrupt:
-            if not (opened and list_checkpoints(opened[-1].directory)):
-                raise KeyboardInterrupt(str(interrupt)) from None
             print(FLAG_DASHES.sub("", f"interrupted: {interrupt}"))
     return opened[-1]
 

@@ -8,10 +8,10 @@ import tensorflow as tf
 
 from cifar_towers.config import DeviceConfig, TrainConfig
 from cifar_towers.errors import UsageError
-from cifar_towers.hardware import cpuinfo, gpu_compute_capabilities, gpu_names, processor_features
+from cifar_towers.hardware import cpuinfo, gpu_compute_capabilities, processor_features
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
 from cifar_towers.towers import Tower, make_towers
-from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT, on_gpus
+from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
 from cifar_towers.training.distributed_step import make_multi_worker_strategy, towers_here
 
 log = logging.getLogger(__name__)
@@ -39,17 +39,11 @@ def setup_devices(config: TrainConfig, cluster: ClusterSpec | None = None) -> De
     if cluster:
         options = _device_options(config)
         try:
-            strategy, towers = make_multi_worker_strategy(
-                cluster.addresses, cluster.index, config.num_gpus, config.all_reduce, **options
-            )
+            strategy, towers = make_multi_worker_strategy(cluster.addresses, cluster.index, config.num_gpus, **options)
         except ValueError as error:
             raise UsageError(str(error)) from error
     else:
         strategy, towers = None, setup_towers(config, _choose_num_towers(config))
-        if config.verify_every_steps and on_gpus(towers) and (len(set(gpu_names())) > 1 or not config.deterministic):
-            raise UsageError("verify_every_steps compares bits: on GPUs, give --deterministic and GPUs of one kind")
-        if config.verify_every_steps and len(towers) == 1:
-            log.info("verify_every_steps: one tower repeats its own work, which finds only errors that do not recur")
     config.check_shares(len(towers))
     local_towers = towers_here(strategy, towers) if strategy else towers
     return Devices(strategy, towers, local_towers, choose_precision(config.precision, local_towers))
@@ -96,7 +90,7 @@ def choose_precision(setting: str, towers: Sequence[Tower], trained_in: str = ""
 
 
 def resolve_precision(setting: str, device: str) -> tuple[str, str]:
-    """Return (`float32`, `bfloat16` or `float16`, the reason) for a value of `--precision` and a kind of device.
+    """Return (`float32` or `bfloat16`, the reason) for a value of `--precision` and a kind of device.
 
     `auto` is bfloat16 where that is native and faster: GPUs of compute capability 8.0 or more, processors with AMX,
     AVX512-BF16 or Arm's BF16. It is float32 elsewhere, where bfloat16 is emulated and slow, and on Intel's processors
@@ -104,22 +98,13 @@ def resolve_precision(setting: str, device: str) -> tuple[str, str]:
     """
     if setting != "auto":
         return setting, "as asked"
-    native = native_halves(device)
     if "GPU" in device:
-        if "bfloat16" in native:
+        if min(gpu_compute_capabilities(), default=(0, 0)) >= (8, 0):  # the weakest decides
             return "bfloat16", "the GPU computes it natively"
-        return "float32", "the GPU has no bfloat16" + "; --precision=float16 may be faster" * ("float16" in native)
+        return "float32", "the GPU has no bfloat16"
     features = processor_features() & BFLOAT16_FEATURES
     if cpuinfo("vendor_id") == "GenuineIntel" and features == {"avx512_bf16"}:
         return "float32", "on Intel's processors without AMX, bfloat16 is no faster"
-    if native:
+    if features:
         return "bfloat16", f"the processor has {', '.join(sorted(features))}"
     return "float32", "the processor has no bfloat16 of its own"
-
-
-def native_halves(device: str) -> tuple[str, ...]:
-    """Return the best 16-bit type that a kind of device computes natively, or nothing; the weakest GPU decides."""
-    if "GPU" not in device:
-        return ("bfloat16",) if processor_features() & BFLOAT16_FEATURES else ()
-    weakest = min(gpu_compute_capabilities(), default=(0, 0))
-    return ("bfloat16",) if weakest >= (8, 0) else ("float16",) if weakest >= (7, 0) else ()

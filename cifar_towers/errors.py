@@ -9,16 +9,15 @@ import functools
 import re
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-NOTHING_TO_SAVE = "before the first step since the last start; nothing new to save"  # of an interrupt that early
+from cifar_towers.signals import STOP_SIGNALS
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # USR1: what Slurm sends before the time is up
 FLAG_DASHES = re.compile(r"(?<![\w/-])--(?!help)(?=[a-z])")  # before the name of a setting
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"  # in a checkout
 PROGRAM = re.compile(
@@ -66,14 +65,7 @@ class WorkerLostError(RunError):
     label = "lost"
 
 
-class CorruptedError(RunError):
-    """Two towers got other bits from the same computation."""
-
-    exit_code = 6
-    meaning = label = "corrupted"
-
-
-TRAINING_ERRORS = (DivergedError, WorkerLostError, CorruptedError)
+TRAINING_ERRORS = (DivergedError, WorkerLostError)
 
 
 class Interrupted(BaseException):
@@ -154,13 +146,6 @@ def count(number: int, noun: str) -> str:
 def printable(text: str) -> str:
     """Escape the characters of a text that are not printable, so that it is one line and no terminal interprets it."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def caused_by_interrupt(error: BaseException | None) -> bool:
-    """Return whether `Interrupted` is among the causes of an error."""
-    while error and not isinstance(error, Interrupted):
-        error = error.__cause__ or error.__context__
-    return error is not None
 
 
 def command(program: str, *arguments: str) -> str:

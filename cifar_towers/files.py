@@ -1,18 +1,13 @@
-"""Files of a run: their names, and how files and directories are written whole or not at all.
-
-A directory is committed in four acts. Its files are written into `.tmp-...`, with a manifest of sizes and SHA-256.
-Files and directory are synced. The directory is renamed into place. Its parent is synced. If the process is killed or
-the machine loses power at any moment, the old state or the new one remains, besides names that `sweep` removes.
-"""
+"""Files of a run: their names, and how a file is written whole or not at all."""
 
 import contextlib
 import fcntl
 import hashlib
-import itertools
 import json
 import logging
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,90 +21,63 @@ from cifar_towers.errors import DataError, error_text
 log = logging.getLogger(__name__)
 
 CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
-RESULT, ROLLBACKS, REPORT, TIMES = "result.json", "rollbacks.json", "report.html", "times.json"
+RESULT, REPORT = "result.json", "report.html"
 MISTAKES, CONFUSION = "mistakes.png", "confusion.png"
-PROJECTOR = "projector_" + 8 * "[0-9]"  # directories of TensorBoard's projector, one per step
-PROJECTOR_FILES = ("features.tsv", "metadata.tsv", "sprite.png", "projector_config.pbtxt")
-EVENT_FILES = "events.out.tfevents.*"  # TensorBoard reads every file with `tfevents` in its name
-LAUNCH = ".launch"  # holds the name of the launch that cleared the directory
 LOCK = ".lock"  # locked by the process that writes the run
-CHECKPOINTS_DIR = "checkpoints"
-FILES = (CONFIG, ENVIRONMENT, METRICS, RESULT, ROLLBACKS, REPORT, TIMES, MISTAKES, CONFUSION)
-MANIFEST = "MANIFEST.json"
-TEMPORARY, DAMAGED = ".tmp-", "damaged-"
+EVENT_DIRECTORIES = re.compile(r"train|eval|result|tower_\d+")  # of TensorBoard's event files
+EVENT_FILES = "events.out.tfevents.*"
+WRITTEN = re.compile(
+    "|".join(map(re.escape, (CONFIG, ENVIRONMENT, METRICS, RESULT, REPORT, MISTAKES, CONFUSION)))
+    + r"|step-\d+\.npz(\.damaged)?|\.tmp-.*"
+)
+TEMPORARY = ".tmp-"
 LOCK_PATIENCE_SECONDS = 0.5  # `is_locked` holds a lock for far less
 
 
-# Directories that are committed ---------------------------------------------------------------------------------------
+def belongs_to_run(name: str) -> bool:
+    """Return whether a run writes a file or a directory of this name into its directory."""
+    return bool(WRITTEN.fullmatch(name) or EVENT_DIRECTORIES.fullmatch(name))
 
 
-def commit(final: Path, write: Callable[[Path], None]) -> None:
-    """Make the directory `final` from what `write(directory)` puts into the directory it is given.
-
-    Raises:
-      OSError: it could not be written, for example on a full disk; what was there before stays. Nothing is left of the
-        new directory unless only the last sync failed: then it stands, but may not survive a power loss.
-    """
-    with temporary_beside(final) as temporary:
-        temporary.mkdir(parents=True)
-        write(temporary)
-        manifest = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in temporary.iterdir()}
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
-        for path in (*temporary.iterdir(), temporary):
-            sync(path)
-        os.rename(temporary, final)
-        for directory in (final.parent, final.parent.parent):  # the second, in case the first is new
-            sync(directory)
+def remove_run(directory: Path) -> None:
+    """Remove the files that a run has written into its directory, and nothing else."""
+    for path in directory.iterdir():
+        if path.is_file() and WRITTEN.fullmatch(path.name):
+            path.unlink()
+        elif path.is_dir() and EVENT_DIRECTORIES.fullmatch(path.name):
+            for event_file in path.glob(EVENT_FILES):
+                event_file.unlink()
+            shutil.rmtree(path / "plugins" / "profile", ignore_errors=True)
+            for empty in (path / "plugins", path):
+                with contextlib.suppress(OSError):
+                    empty.rmdir()
 
 
-def validate(directory: Path, hashes: bool = True) -> str:
-    """Return how a committed directory differs from its manifest, in words; an empty string if it does not.
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# Files that are replaced ----------------------------------------------------------------------------------------------
+
+
+def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object]) -> None:
+    """Replace a file in one step. After an error or a power loss nobody finds half of it: what was there stays.
 
     Args:
-      hashes: compare the contents of files too, which takes seconds, and not only their names and sizes.
-
-    Raises:
-      OSError: a file cannot be read now, as from a network drive that is gone; it may be undamaged.
+      content: what to write, or a function that writes it to a file.
     """
-    name = MANIFEST
-    try:
-        manifest = json.loads((directory / MANIFEST).read_bytes())
-        wanted = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
-        if not wanted:
-            return f"{MANIFEST} names no file"
-        if strangers := {path.name for path in directory.iterdir()} - {MANIFEST} - wanted.keys():
-            return f"{min(strangers)} does not belong there"
-        for name, (num_bytes, digest) in sorted(wanted.items()):
-            if (size := (directory / name).stat().st_size) != num_bytes:
-                return f"{name} has {size:,} bytes, not {num_bytes:,}"
-            if hashes and sha256(directory / name) != digest:
-                return f"{name} has other content than was written"
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except (IsADirectoryError, NotADirectoryError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return f"{name} cannot be read ({type(error).__name__})"
-    return ""
-
-
-def quarantine(directory: Path) -> Path:
-    """Rename a damaged directory, so that nobody takes it for a good one; return its new path."""
-    names = (f"{DAMAGED}{directory.name}" + (f"-{number}" if number else "") for number in itertools.count())
-    aside = next(path for path in map(directory.with_name, names) if not path.exists())
-    os.rename(directory, aside)
-    sync(directory.parent)
-    return aside
-
-
-def remove(directory: Path) -> None:
-    """Remove a directory. While it is half removed it has another name."""
-    with temporary_beside(directory) as temporary:
-        os.rename(directory, temporary)
-
-
-def sweep(parent: Path) -> None:
-    """Remove what killed processes left half written or half removed."""
-    for leftover in parent.glob(f"{TEMPORARY}*"):
-        _remove_any(leftover)
+    with temporary_beside(path) as temporary:
+        with temporary.open("wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    with contextlib.suppress(OSError):  # some file systems cannot sync a directory
+        sync(path.parent)
 
 
 def make(directory: Path) -> None:
@@ -129,36 +97,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def size_in_bytes(path: Path) -> int:
-    """Return the size of a file, or of all files below a directory. Links count as themselves."""
-    size = 0
-    for file in [path] if path.is_file() else files_below(path):
-        with contextlib.suppress(FileNotFoundError):
-            size += file.lstat().st_size
-    return size
-
-
-def files_below(directory: Path) -> Iterator[Path]:
-    """Yield the files below a directory while a run may replace them; `rglob` fails if a folder vanishes."""
-    return (Path(folder, name) for folder, _, names in os.walk(directory) for name in names)
-
-
-# Files that are replaced ----------------------------------------------------------------------------------------------
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file in one step. After an error or a power loss nobody finds half of it: what was there stays."""
-    with temporary_beside(path) as temporary:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        sync(temporary)
-        os.replace(temporary, path)
-
-
 @contextlib.contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`. Whatever is still there at the end is removed."""
@@ -168,7 +106,10 @@ def temporary_beside(path: Path) -> Iterator[Path]:
     try:
         yield temporary
     finally:
-        _remove_any(temporary)
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
 
 
 def replace(new: Path, final: Path) -> None:
@@ -177,21 +118,14 @@ def replace(new: Path, final: Path) -> None:
         os.replace(new, final)
         return
     earlier = final.with_name(f".{final.name}.old")
-    _remove_any(earlier)
+    shutil.rmtree(earlier, ignore_errors=True)
     os.replace(final, earlier)
     try:
         os.replace(new, final)
     except BaseException:
         os.replace(earlier, final)
         raise
-    _remove_any(earlier)
-
-
-def _remove_any(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    shutil.rmtree(earlier, ignore_errors=True)
 
 
 class BestEffortWrites:

@@ -1,7 +1,6 @@
-"""One training run from top to bottom: set up, resume, train, finish."""
+"""One training run from top to bottom: open, build, loop, finish."""
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import os
@@ -10,99 +9,75 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from cifar_towers import devices
-from cifar_towers.checkpointing import workdir
-from cifar_towers.checkpointing.checkpoint import first_nonfinite
-from cifar_towers.checkpointing.manager import CheckpointManager
+from cifar_towers.checkpointing.checkpoint import find_checkpoint, first_nonfinite, read_checkpoint
+from cifar_towers.checkpointing.run_directory import RunDirectory, code_digests, describe_differences, run_facts
 from cifar_towers.config import TrainConfig, parse_profile_steps
 from cifar_towers.config.schedules import ImageSizeSchedule
-from cifar_towers.config.train_config import shared_settings
+from cifar_towers.config.train_config import recipe_fields, shared_settings
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
 from cifar_towers.data.dataset import Dataset
-from cifar_towers.errors import (
-    NOTHING_TO_SAVE,
-    DivergedError,
-    Interrupted,
-    RunError,
-    UsageError,
-    command,
-    count,
-    error_text,
-)
+from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError, error_text, listed
 from cifar_towers.evaluation.evaluator import Evaluator, make_classify_fn, score_split
-from cifar_towers.evaluation.score import describe_score, reported_score
-from cifar_towers.models.layers import has_batch_norm
-from cifar_towers.models.user_model import own_statistics
+from cifar_towers.evaluation.score import reported_score
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec, Workers
 from cifar_towers.reporting.phase_timer import PhaseTimer, training_seconds
 from cifar_towers.reporting.profiler import StepProfiler
 from cifar_towers.reporting.run_logger import CallbackError, Callbacks, RunInfo, RunLogger
-from cifar_towers.reporting.run_records import read_times
-from cifar_towers.shutdown import ShutdownHandler
-from cifar_towers.towers import Tower, split_batch
-from cifar_towers.towers.devices import describe_out_of_memory, on_gpus
+from cifar_towers.signals import StopSignals
 from cifar_towers.training import build
-from cifar_towers.training.diagnostics import activation_layers
-from cifar_towers.training.health import Health, locate_nonfinite
-from cifar_towers.training.results import gather_diagnostics
-from cifar_towers.training.state import TrainState
-from cifar_towers.training.step_runner import FinishedStep, StepRunner, was_skipped
-from cifar_towers.user_code import forget_files, load_object
+from cifar_towers.training.diagnostics import make_diagnose_fn
+from cifar_towers.training.health import Health
+from cifar_towers.training.step_runner import FinishedStep, StepRunner
+
+AGAIN = "the same command resumes"  # how messages end
 
 
 def train(
     config: TrainConfig,
     source: sources.Source,
-    shutdown: ShutdownHandler,
+    directory: RunDirectory,
+    signals: StopSignals,
     cluster: ClusterSpec | None = None,
-    launch_id: str = "",
     callbacks: Sequence[Any] = (),
     make_handle: Callable[[Path], Any] = Path,
     timer: PhaseTimer | None = None,
-    others: Sequence[TrainConfig] = (),
 ) -> dict:
-    """Train, resume, or return the stored result of a finished run. On a cluster only worker 0 writes `train_dir`.
+    """Train or resume a run that is not finished, and return its result.
 
     Args:
+      directory: as `open_run` yields it; on a cluster, only that of worker 0 is kept.
+      signals: if one is received during the steps, the run is saved and ends.
       cluster: the workers to train with; None: this process alone.
-      launch_id: id that all processes of one launch share; empty without a launcher. A process that the launcher
-        restarts resumes, even with `overwrite`.
-      callbacks: functions and objects that worker 0 calls during the run, besides the config's `callback`; see
-        `Callbacks`.
+      callbacks: functions and objects that worker 0 calls during the run; see `Callbacks`.
       make_handle: function from the run's directory to the object that callbacks get as `run`.
       timer: the timer that runs since the program started; default: a new one.
-      others: configs of the command's other seeds; with `overwrite`, their directories are cleared with this one.
 
     Returns:
       The content of result.json. `reached` is the accuracy that met the target, or 0. `images_per_sec` is None if every
       step needed compilation.
 
     Raises:
-      RunError: the last step could not be saved, or the run cannot be rolled back. Others: see `cifar_towers.errors`.
+      Interrupted: after a signal.
+      RunError: the last step could not be saved. Others: see `cifar_towers.errors`.
     """
     timer = timer or PhaseTimer()
-    shutdown.exit_immediately_from_now(NOTHING_TO_SAVE)
-    forget_files()
     setup_devices = functools.partial(devices.setup_devices, config, cluster)
-    with coordination.connect(cluster, setup_devices, config.worker_wait_seconds, shutdown) as (workers, hardware):
+    with coordination.connect(cluster, setup_devices) as (workers, hardware), explained_errors(config):
         source, dataset = build.load_data(config, source)
         if cluster:
             workers.assert_equal(shared_values(config, dataset, hardware.precision, len(hardware.local_towers)))
-        again = "the same command" + " without --overwrite" * config.overwrite  # which would delete the run
-        explained = explained_errors(config)  # before `choose_directory` may drop `overwrite`
-        config, *others = (workdir.choose_directory(each, source.banner, launch_id) for each in (config, *others))
-        overwritten = [each.directory for each in others if each.overwrite]
-        with coordination.worker_train_dir(workers, config.train_dir) as own, explained:
-            config = dataclasses.replace(config, train_dir=own)
-            named = [load_object("callback", config.callback)] if config.callback and workers.is_chief else []
-            callbacks = [*callbacks, *named] if workers.is_chief else []
-            with Callbacks(callbacks, make_handle(config.directory)).until_end() as told:
-                set_up = functools.partial(Run, dataset, source.banner, hardware, shutdown, workers, timer, told, again)
-                return train_run(config, set_up, launch_id, overwritten)
+        handle = make_handle(directory.path)
+        with Callbacks(callbacks if workers.is_chief else (), handle).until_end() as started_callbacks:
+            run = Run(config, dataset, source.banner, directory, hardware, workers, signals, timer, started_callbacks)
+            with signals.recorded(), run.opened() as step:
+                step = train_from(step, run)
+            return finish(step, run)
 
 
 def shared_values(config: TrainConfig, dataset: Dataset, precision: str, num_towers: int) -> dict[str, Any]:
@@ -114,43 +89,9 @@ def shared_values(config: TrainConfig, dataset: Dataset, precision: str, num_tow
         "Keras": keras.__version__,
         "TF_ENABLE_ONEDNN_OPTS": os.environ.get("TF_ENABLE_ONEDNN_OPTS"),
     }
-    code = {f"a file of {setting}, as sha256,": digest for setting, digest in workdir.own_code(config).items()}
+    code = {f"a file of {setting}, as sha256,": digest for setting, digest in code_digests(config).items()}
     data = {f"{name} images, as sha256,": getattr(dataset, name).digest for name in ("train", "validation", "test")}
     return shared_settings(config) | versions | code | data | {"precision": precision, "towers": num_towers}
-
-
-def train_run(
-    config: TrainConfig, set_up: Callable[..., "Run"], launch_id: str, overwritten: Sequence[Path] = ()
-) -> dict:
-    """Train a run to its end, and write its result.
-
-    With `overwrite`, its directory and the `overwritten` ones of other runs are cleared first.
-    """
-    run = set_up(config)
-    with contextlib.ExitStack() as lock:
-        lock.callback(run.end)
-        lock.enter_context(workdir.exclusive(config.directory))
-        workdir.check_is_own(config)
-        step = run.resume()
-        if config.overwrite:  # now that nothing is refused any more
-            with contextlib.ExitStack() as locks:
-                for other in overwritten:
-                    locks.enter_context(workdir.exclusive(other))
-                for directory in (config.directory, *overwritten):
-                    workdir.clear(directory, launch_id)
-        if result := run.stored_result(step):
-            return result
-        run.begin(step)
-        return finish(train_with_rollbacks(step, run), run)
-
-
-def train_with_rollbacks(step: int, run: "Run") -> int:
-    """Call `train_from`. After a divergence, go back to a checkpoint and repeat, with `rollback_on_divergence`."""
-    while True:
-        try:
-            return train_from(step, run)
-        except DivergedError as error:
-            step = run.roll_back(error)
 
 
 def train_from(step: int, run: "Run") -> int:
@@ -160,29 +101,25 @@ def train_from(step: int, run: "Run") -> int:
       Interrupted: after a signal; the last finished step is saved, or the message says that it is not.
       DivergedError: too many steps in a row were skipped, or a variable is not finite at the end.
     """
-    try:
-        run.complete_evaluation(step)
-        if not run.reached:
-            for batch in run.batches.stream(step, run.length.last):
-                finished = run.start_step(step, batch)
-                step += 1
-                for hook in run.hooks:
-                    hook(step, finished)
-                if run.reached:
-                    break
-                run.shutdown.check()
-    except Interrupted as interrupt:
-        raise run.save_on_interrupt(step) from interrupt
-    if nonfinite := first_nonfinite(run.variables):
-        raise DivergedError(f"{nonfinite} is not finite after step {step}")
+    run.complete_evaluation(step)
+    if not run.reached:
+        for batch in run.batches.stream(step, run.length.last):
+            finished = run.start_step(step, batch)
+            step += 1
+            for hook in run.hooks:
+                hook(step, finished)
+            if run.reached or run.stop_signal:
+                break
+    if run.stop_signal:
+        raise run.save_on_signal(step)
+    if nonfinite := first_nonfinite(run.values()):
+        raise DivergedError(f"{nonfinite} is not finite after step {step}; {run.directory.describe_latest()}")
     return step
 
 
 def finish(step: int, run: "Run") -> dict:
     """Save the last step, evaluate every split, and write the result."""
     saved = run.save_now(step, wait=True)
-    outcome = f"step {step} is saved; {run.again} evaluates it" if saved else run.checkpoints.describe_latest()
-    run.shutdown.exit_immediately_from_now(outcome)
     run.logger.begin_final_evaluation(step, run.evaluator.splits)
     run.evaluate_now(step, final=True)
     run.note_target(step)
@@ -194,19 +131,19 @@ def finish(step: int, run: "Run") -> dict:
         "dataset": run.dataset.name,
         **run.timer.summary(),
         "weights_sha256": weights_sha256,
-        "failed_saves": run.checkpoints.failed_saves,
-        **run.health.summary(),
+        "failed_saves": run.directory.failed_saves,
+        "skipped_steps": run.health.skipped_steps,
         "evaluations": run.evaluations,
     }
     run.logger.log_result(result)
     if not saved and not run.save_now(step):  # a last attempt: evaluation took a while
-        raise RunError(f"step {step}, the last, could not be saved; make room, then {run.again} resumes")
+        raise RunError(f"step {step}, the last, could not be saved; make room, then {AGAIN}")
     run.logger.write_result(result)
     return result
 
 
 class Run:
-    """One run in one directory: the parts that train it, and the hooks after each step.
+    """One run in memory: the parts that train it, and the hooks after each step.
 
     Attributes:
       variables: every variable that checkpoints hold, by name.
@@ -216,83 +153,66 @@ class Run:
       image_size_at: function (step) -> height and width of its images in pixels.
       evaluations: records of the evaluations after the last step, if it was evaluated.
       reached: the first accuracy that met the target; 0 until then.
+      stop_signal: the signal that ends the run, on which a cluster's workers agree; 0 without one.
     """
 
     def __init__(
         self,
+        config: TrainConfig,
         dataset: Dataset,
         banner: str,
+        directory: RunDirectory,
         hardware: devices.Devices,
-        shutdown: ShutdownHandler,
         workers: Workers,
+        signals: StopSignals,
         timer: PhaseTimer,
         callbacks: Callbacks,
-        again: str,
-        config: TrainConfig,
     ):
         """Build batches, model, state, step and collaborators as the config asks for.
-
-        Args:
-          again: the command that resumes the run, as messages call it.
 
         Raises:
           UsageError: the settings do not fit this machine, model or data set.
         """
         strategy, towers, self.local_towers, precision = hardware
-        self.config, self.dataset, self.precision = config, dataset, precision
-        self.shutdown, self.workers, self.timer, self.callbacks, self.again = shutdown, workers, timer, callbacks, again
+        self.config, self.dataset, self.precision, self.directory = config, dataset, precision, directory
+        self.workers, self.signals, self.timer, self.callbacks = workers, signals, timer, callbacks
 
         rows = config.examples_drawn * len(self.local_towers) // len(towers)
-        self.batches = build.make_batches(config, dataset.train, rows=(workers.index * rows, rows), towers=towers)
+        self.batches = build.make_batches(config, dataset.train, rows=(workers.index * rows, rows))
         self.length = length = config.run_length(self.batches.steps_per_epoch)
         profiled = parse_profile_steps(config.profile_steps)
-        if profiled and profiled[0] >= length.last:
-            raise UsageError(
-                f"profile_steps={config.profile_steps}: this run ends with step {length.last}; give earlier steps"
-            )
         self.profiler = StepProfiler(config.directory, *profiled) if profiled and workers.is_chief else None
 
         self.state, train_step, self.towers = build.make_training(
-            config, towers, precision, dataset.train, length, strategy, self.batches.load_images
+            config, towers, precision, dataset.train, length, strategy
         )
         self.variables = self.state.named_variables()
-        self.augmentation = build.make_augmentation(config, dataset.info)  # without a function of the user's
+        augmentation = build.make_augmentation(config, dataset.info)  # without a function of the user's
         full_size = config.crop or config.image_size
         self.image_size_at = ImageSizeSchedule(config.image_size_schedule, full_size).at(length)
         if (size := self.image_size_at(length.total - 1)) != full_size:
             raise UsageError(
                 f"image_size_schedule={config.image_size_schedule} is still at {size} pixels in the last of "
-                f"{length.total} steps, and the net is evaluated on {full_size}; give places as 60%=32"
+                f"{length.total} steps, and the net is evaluated on {full_size}; give places e.g. as 60%=32"
             )
-        names = [*self.state.loss_averages.sums, *(f"the gradient of {name}" for name in self.state.weight_names)]
-        self.step_runner = StepRunner(
-            train_step, self.state.optimizer, self.image_size_at, config.verify_every_steps, self.towers, names, again
-        )
+        self.step_runner = StepRunner(train_step, self.state.optimizer, self.image_size_at)
+        self.diagnose = make_diagnose_fn(self.state.model, augmentation, self.local_towers)
 
-        self._make_hooks(banner)
-        self.evaluations: list[dict] = []
-        self.reached = 0.0
-        self._compiled = False  # whether the last step was compiled
-
-    def _make_hooks(self, banner: str) -> None:
-        """List the hooks, and build what they use: logger, evaluator, checkpoint manager and health check."""
-        config, dataset, workers, length = self.config, self.dataset, self.workers, self.length
         info = RunInfo(
             config=config,
             dataset=dataset,
             banner=banner,
             local_towers=self.local_towers,
             towers=self.towers,
-            precision=self.precision,
+            precision=precision,
             length=length,
             model=self.state.model,
             variables=self.variables,
-            activation_layers=[layer.name for layer in activation_layers(self.state.model)],
         )
-        self.logger = RunLogger(info, self.timer, self.callbacks, quiet=not workers.is_chief)
+        self.logger = RunLogger(info, timer, callbacks, quiet=not workers.is_chief)
         self.log = self.logger.log
         show = functools.partial(self.logger.progress.activity, "evaluating")
-        classify = make_classify_fn(self.state.model, self.local_towers, self.augmentation, workers, show)
+        classify = make_classify_fn(self.state.model, self.local_towers, augmentation, workers, show)
         self.evaluator = Evaluator(
             functools.partial(score_split, classify),
             {"validation": dataset.validation, "test": dataset.test},
@@ -301,15 +221,9 @@ class Run:
             length.last,
             config.tta,
         )
-        self.checkpoints = CheckpointManager(
-            config.directory, self.variables, config.checkpoint_every_steps, config.keep_checkpoints, self.log, workers
-        )
-        self.health = Health(config.max_nonfinite_steps, self.state, self.towers, self._locate_nonfinite, self.log)
+        self.health = Health(self.state, self.towers, self.log)
         threads = tf.config.threading.get_intra_op_parallelism_threads()
-        self.metadata = workdir.run_metadata(config, dataset, self.precision, len(self.towers), threads)
-        self._has_batch_norm = has_batch_norm(self.state.model)
-        if config.user_model and not self._has_batch_norm:  # a norm of the user's own
-            self._has_batch_norm = bool(own_statistics(self.state.model, config.crop or config.image_size))
+        self.facts = run_facts(config, precision, len(self.towers), threads)
         self.hooks: list[Callable[[int, Sequence[FinishedStep]], None]] = [
             self.check_and_log,
             self.evaluate_if_due,
@@ -318,111 +232,130 @@ class Run:
             self.note_target,
             self.stop_after_callback_error,
         ]
+        self.evaluations: list[dict] = []
+        self.reached = 0.0
+        self.stop_signal = 0
+        self._compiled = False  # whether the last step was compiled
 
-    # The start and the end of a run
+    # The start of a run
 
-    def resume(self) -> int:
-        """Log what will be trained, and restore the newest checkpoint or start with `init_from`; return the step."""
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[int]:
+        """Restore the run, and open its files; yield the number of finished steps. Afterwards end the live display."""
         self.logger.log_start()
-        check = functools.partial(workdir.check_resumable, self.config, self.dataset, self._has_batch_norm)
-        metadata = self.checkpoints.restore_latest(check, self.config.overwrite)
-        # with `overwrite` the file belongs to the deleted run; after a restart in this process the timer is newer
-        ignores_file = self.config.overwrite or self.timer.seconds
-        last = {} if ignores_file else read_times(self.config.directory)
-        self.timer.resume(metadata or {}, last or self.timer.metadata())
-        if not metadata:
-            if source := self.config.init_from:
-                self.log(self.checkpoints.initialize(Path(source), self.state.head_names(), self.metadata))
-            return 0
-        self.health.restore(metadata)
-        self.evaluations = metadata["evaluations"]
-        towers = count(metadata["towers"], "tower")
-        self.log(f"resuming from step {metadata['step']}, saved with {towers} in {metadata['precision']}")
-        changes = (
-            workdir.describe_changes(metadata, self.metadata, self._has_batch_norm),
-            workdir.describe_changed_threads(metadata, self.metadata),
-            workdir.describe_changed_code(metadata, self.metadata),
-        )
-        for line in filter(None, changes):
-            self.log(line)
-        return metadata["step"]
-
-    def stored_result(self, step: int) -> dict | None:
-        """Return the result of a run that is complete at `step`; otherwise None."""
-        stored = functools.partial(workdir.completed_result, self.config, step, self.length.last)
-        if result := self.workers.broadcast_from_chief(stored):
-            score = describe_score(reported_score(result["evaluations"]) or {})
-            tta, run = self.config.tta, f"--train_dir={self.config.directory}"
-            missing = tta and all(each["tta"] != tta for each in result["evaluations"])
-            advice = f"; for TTA {tta}: {command('evaluate.py', run, f'--tta={tta}')}" if missing else ""
-            self.log(f"{self.config.directory} is complete at step {step}: {score}{advice}")
-        return result
-
-    def begin(self, step: int) -> None:
-        """Open the files of the run. From now on, a signal ends the run once its current step is saved."""
+        step = self.restore()
+        self.directory.clear()
         self.workers.cluster.log(f"trains from step {step} to {self.length.last}")
         self.logger.open(step, self.image_size_at, self.evaluator.images_left)
         if self.callbacks.error:
             raise self.callbacks.error
-        self.shutdown.announce = self.log
-        self.shutdown.check()
-        self.shutdown.defer_signals(by_consensus=self.workers.size > 1)
         self.timer.end_phase("start")
-        self.logger.write_times()
-        if self.profiler and step >= self.profiler.last:
-            self.log(f"profile_steps={self.config.profile_steps}: no new trace, as the run goes on from step {step}")
-        if step == 0 and (self.config.rollback_on_divergence or self.config.init_from):
-            self.save_now(0)  # a checkpoint to roll back to; a run that resumes from it does not read `init_from`
+        if step == 0 and self.config.init_from:
+            self.save_now(0)  # a run that resumes from it does not read `init_from`
+        try:
+            yield step
+        finally:
+            self._profile(StepProfiler.close)
+            self.logger.progress.pause()
 
-    def end(self) -> None:
-        """End the progress display, and a profile that is being taken."""
-        self._profile(StepProfiler.close)
-        self.logger.progress.pause()
+    def restore(self) -> int:
+        """Restore the checkpoint that the directory was opened with, or start with `init_from`; return its step.
+
+        Raises:
+          UsageError: the checkpoint or the run of `init_from` is of another model.
+          DataError: the data set has other images than the run was trained on.
+        """
+        saved = self.workers.broadcast_from_chief(lambda: self.directory.saved)
+        if not saved:
+            if self.config.init_from:
+                self.initialize(Path(self.config.init_from))
+            return 0
+        values, metadata = saved
+        if changed := self.dataset.changed_splits(metadata):
+            raise DataError(
+                f"{self.directory.path} was trained on other {' and '.join(changed)} images than {self.dataset.name} "
+                "has now; put the images back as they were, or give another --train_dir, or --overwrite"
+            )
+        shapes = {name: (value.shape, value.dtype) for name, value in values.items()}
+        wanted = {name: (tuple(v.shape), v.dtype.as_numpy_dtype) for name, v in self.variables.items()}
+        if differing := describe_differences(shapes, wanted):
+            raise UsageError(
+                f"{self.directory.path} is of another model: {listed(differing, 2)}; give another --train_dir"
+            )
+        for name, variable in self.variables.items():
+            variable.assign(values[name])
+        self.timer.resume(metadata)
+        self.health.restore(metadata)
+        self.evaluations = metadata["evaluations"]
+        changes = describe_differences(metadata["facts"], self.facts)
+        since = f"; since then: {', '.join(changes)}, which changes what is computed" if changes else ""
+        self.log(f"resuming from step {metadata['step']}{since}")
+        return metadata["step"]
+
+    def initialize(self, source: Path) -> None:
+        """Start with the newest weights of another run: those of equal name and shape. Log which others are new.
+
+        The weights are the moving averages of the other run if it keeps some. The new run's own averages start with the
+        same values. Integers, such as seeds, are not copied.
+
+        Raises:
+          UsageError: there is no such run, or no weight fits. DataError: its newest checkpoint is damaged.
+        """
+        values, metadata = read_checkpoint(find_checkpoint(source))
+        prefix = "ema." if any(name.startswith("ema.") for name in values) else "model."
+        fitting, new = 0, []
+        for name, variable in self.variables.items():
+            owner, _, path = name.partition(".")
+            if owner in ("model", "ema", "lookahead") and variable.dtype.is_floating:
+                value = values.get(prefix + path)
+                if value is not None and value.shape == tuple(variable.shape):
+                    variable.assign(value)
+                    fitting += 1
+                elif owner == "model":
+                    new.append(path)
+        if not fitting:
+            raise UsageError(
+                f"init_from={source} has no weight of this model; its model is {metadata['recipe']['model']}"
+            )
+        kind = "averaged weights" if prefix == "ema." else "weights"
+        also = f"; new here: {listed(new)}" if new else ""
+        self.log(f"starting with the {kind} of {source} at step {metadata['step']}{also}")
 
     # A step
 
     def start_step(self, step: int, batch: Batch) -> list[FinishedStep]:
         """Start the update that makes `step` into `step + 1`; return the steps whose metrics have arrived.
 
-        Usually the metrics of a step arrive with the next call. They arrive at once if the step is verified, with a
-        profile, on a cluster, or before an evaluation, a checkpoint or the end of an epoch.
+        Usually the metrics of a step arrive with the next call. They arrive at once with a profile, on a cluster, or
+        before a summary, an evaluation, a checkpoint or the end of an epoch.
         """
-        if not on_gpus(self.local_towers) and self.step_runner.skipped_last():
-            # find the non-finite tensor before the next update; on GPUs, asking at every step would stall the device
-            self.check_and_log(step, self.step_runner.finish())
         self._compiled = needs_compilation = self.step_runner.needs_compilation(step)
         self.timer.end_phase("compile" if needs_compilation else "input")
         is_cluster = self.workers.size > 1
-        options: dict[str, Any] = {
-            "rate_factor": self.health.rate_factor,
-            "collect_diagnostics": self.logger.is_summary_step(step + 1),
-            "stop_signal": self.shutdown.received_signal if is_cluster else None,
-        }
+        signal = self.signals.received if is_cluster else None
         if needs_compilation:
-            self._compile(step, batch, options)
+            self.logger.progress.activity(f"compiling the step for images of {self.image_size_at(step)} pixels")
+            function = self.step_runner.trace(step, batch, signal)
+            if not self.step_runner.traced:
+                self.logger.log_graph(function)
         self._profile(StepProfiler.before, step)
-        finished = self.step_runner.start(step, batch, **options)
-        if is_cluster or self.profiler or self._is_something_due(step + 1):
+        is_summarized = self.logger.is_summary_step(step + 1)
+        finished = self.step_runner.start(step, batch, signal, keep_gradients=is_summarized)
+        if is_cluster or self.profiler or is_summarized or self._is_something_due(step + 1):
             finished += self.step_runner.finish()
         self._profile(StepProfiler.after, step + 1)
         self.logger.end_step(step + 1, not needs_compilation)
         self.evaluations = []
         return finished
 
-    def _compile(self, step: int, batch: Batch, options: dict[str, Any]) -> None:
-        """Trace and compile a step of a new kind; draw the graph of the first."""
-        self.logger.progress.activity(f"compiling the step for images of {self.image_size_at(step)} pixels")
-        with self.shutdown.interruptible():  # it takes a while, and nothing has changed yet
-            function = self.step_runner.trace(step, batch, **options)
-        if not self.step_runner.traced:
-            self.logger.log_graph(function)
-
     def _is_something_due(self, step: int) -> bool:
-        is_evaluated = self.evaluator.is_due(step)
-        return is_evaluated or self._ends_epoch(step) or self.checkpoints.should_save(step, is_evaluated)
+        return self._ends_epoch(step) or self.evaluator.is_due(step) or self._should_save(step)
 
     def _ends_epoch(self, step: int) -> bool:
         return step % self.length.steps_per_epoch == 0 or step == self.length.last
+
+    def _should_save(self, step: int) -> bool:
+        return self.workers.is_chief and self.directory.should_save(step, self.evaluator.is_due(step))
 
     def _profile(self, action: Callable[..., str | None], *step: int) -> None:
         """Let the profiler, if there is one, begin or end its trace; log its message."""
@@ -434,17 +367,27 @@ class Run:
     # What happens after a step
 
     def check_and_log(self, step: int, finished: Sequence[FinishedStep]) -> None:
-        """Check and log the steps whose metrics have arrived; on a cluster, record the signal that workers agree on."""
-        finished = list(finished)
-        if any(was_skipped(each.metrics) for each in finished):
-            finished += self.step_runner.finish()  # has a later step changed the variables?
-        for index, each in enumerate(finished):
+        """Check and log the steps whose metrics have arrived, and note a signal to stop."""
+        if self.workers.size == 1:
+            self.stop_signal = self.signals.received
+        for each in finished:
             if self.workers.size > 1:
-                self.shutdown.set_agreed_signal(int(each.metrics.stop_signal))
-                each = each._replace(metrics=gather_diagnostics(self.workers, each.metrics))
-            self.health.check(each, finished[index + 1 :])
-            self.logger.log_step(each.step, each.metrics, each.learning_rates, each.image_size, self.health.summary())
+                self.stop_signal = int(each.metrics.stop_signal)
+            try:
+                self.health.check(each)
+            except DivergedError as error:
+                latest = self.workers.broadcast_from_chief(self.directory.describe_latest)
+                raise DivergedError(f"{error}; {latest}; give --overwrite with a smaller --learning_rate") from error
+            diagnostics = self._diagnose(each) if self.logger.is_summary_step(each.step) else None
+            self.logger.log_step(each, diagnostics, self.health.skipped_steps)
         self.timer.end_phase("compile" if self._compiled else "report")
+
+    def _diagnose(self, finished: FinishedStep) -> Any:
+        """Return the diagnostics of a step, with the gradient norms and cosines of all workers' towers."""
+        diagnostics = self.diagnose(finished)
+        pairs = self.workers.gather((diagnostics.tower_gradient_norm, diagnostics.tower_gradient_cosine))
+        norms, cosines = map(np.concatenate, zip(*pairs, strict=True))
+        return diagnostics._replace(tower_gradient_norm=norms, tower_gradient_cosine=cosines)
 
     def evaluate_if_due(self, step: int, finished: Sequence[FinishedStep]) -> None:
         """Evaluate the run if it is time to."""
@@ -461,8 +404,8 @@ class Run:
 
         `finish` saves the last step.
         """
-        is_good = step < self.length.last and self.step_runner.is_up_to_date and not self.health.in_a_row
-        if is_good and self.checkpoints.should_save(step, self.evaluator.is_due(step)):
+        is_good = step < self.length.last and self.step_runner.is_up_to_date and not self.health.skipped_in_a_row
+        if is_good and self._should_save(step):
             self.save_now(step)
 
     def note_target(self, step: int, finished: Sequence[FinishedStep] = ()) -> None:
@@ -476,7 +419,18 @@ class Run:
                 f"{step}, after {training_seconds(self.timer.seconds):.1f} s of training"
             )
 
-    # Evaluating, saving, going back
+    def stop_after_callback_error(self, step: int, finished: Sequence[FinishedStep] = ()) -> None:
+        """Save the last finished step and end the run if a callback has raised an exception.
+
+        Raises:
+          CallbackError: with what the callback raised. On a cluster it ends the other workers too.
+        """
+        if self.callbacks.error:
+            self.check_and_log(step, self.step_runner.finish())
+            outcome = f"saved step {step}" if self.save_now(step) else f"step {step} is not saved"
+            raise CallbackError(f"{self.callbacks.error}; {outcome}: {AGAIN}")
+
+    # Evaluating and saving
 
     def complete_evaluation(self, step: int) -> None:
         """Evaluate the run after `step` if an earlier process was stopped in that evaluation; then note the target."""
@@ -487,101 +441,55 @@ class Run:
 
     def evaluate_now(self, step: int, final: bool = False) -> None:
         """Score the validation split if there is one, else test; both if `final`. Log the scores."""
-        with self.shutdown.interruptible():
-            evaluations = self.evaluator.run(final)
+        evaluations = self.evaluator.run(final)
         self.evaluations = self.logger.log_evaluation(step, evaluations, self.evaluator.splits, final)
         self.timer.end_phase("evaluate")
-        self.logger.write_times()
+
+    def values(self) -> dict[str, np.ndarray]:
+        """Return the values of all variables by name."""
+        return {name: variable.numpy() for name, variable in self.variables.items()}
 
     def save_now(self, step: int, wait: bool = False) -> bool:
-        """Save the state after `step`; return whether it is saved. With `wait`, all workers wait for that."""
-        metadata = self.metadata | {
-            "accuracy": self.evaluations[-1]["accuracy"] if self.evaluations else None,
-            "evaluations": list(self.evaluations),
-            "last_step": self.length.last,
+        """Save the state after `step`; return whether it is saved. With `wait`, all workers wait for worker 0."""
+        if wait:
+            return self.workers.broadcast_from_chief(lambda: self._save(step))
+        return not self.workers.is_chief or self._save(step)
+
+    def _save(self, step: int) -> bool:
+        metadata = {
+            "recipe": recipe_fields(self.config),
+            "facts": self.facts,
+            "dataset": self.dataset.name,
+            "dataset_info": self.dataset.info._asdict(),
+            **{f"{name}_sha256": digest for name, digest in self.dataset.digests().items()},
+            "steps_per_epoch": self.length.steps_per_epoch,
+            "evaluations": self.evaluations,
+            "failed_saves": self.directory.failed_saves,
             **self.timer.metadata(),
             **self.health.metadata(),
         }
-        saved = self.checkpoints.save(step, metadata, wait)
+        saved = self.directory.save(step, self.values(), metadata)
         self.timer.end_phase("save")
         if saved:
             self.logger.log_save(step)
         return saved
 
-    def save_on_interrupt(self, step: int) -> Interrupted:
-        """Save the last finished step, if there is one; return the error to raise."""
-        self.shutdown.defer_signals()
+    def save_on_signal(self, step: int) -> Interrupted:
+        """Save the last finished step; return the error to raise."""
         self.check_and_log(step, self.step_runner.finish())
         self.logger.progress.pause()
-        if not step:
-            return Interrupted(self.shutdown.signal, NOTHING_TO_SAVE)
-        saved = self.save_now(step, wait=True)
-        outcome = f"saved step {step}" if saved else self.checkpoints.describe_latest()
+        outcome = f"saved step {step}" if self.save_now(step, wait=True) else self.directory.describe_latest()
         self.stop_after_callback_error(step)
-        return Interrupted(self.shutdown.signal, f"{outcome}: {self.again} resumes")
-
-    def stop_after_callback_error(self, step: int, finished: Sequence[FinishedStep] = ()) -> None:
-        """Save the last finished step and end the run if a callback has raised an exception.
-
-        Raises:
-          CallbackError: with what the callback raised. On a cluster it ends the other workers too.
-        """
-        if self.callbacks.error:
-            self.check_and_log(step, self.step_runner.finish())
-            outcome = f"saved step {step}" if self.save_now(step) else f"step {step} is not saved"
-            raise CallbackError(f"{self.callbacks.error}; {outcome}: {self.again} resumes")
-
-    def roll_back(self, error: DivergedError) -> int:
-        """Restore the last checkpoint that the non-finite steps have not changed, or an earlier one; return its step.
-
-        Raises:
-          DivergedError: rollbacks are off, there were too many, or there is no checkpoint.
-        """
-        advice = "a smaller --learning_rate (and others)"
-        advice += " or --precision=float32" if self.precision.endswith("16") else ""
-        if not self.config.rollback_on_divergence:
-            raise DivergedError(
-                f"{error}; {self.checkpoints.describe_latest()}: give --rollback_on_divergence to go back to the "
-                f"last good checkpoint at half the rates, or --overwrite with {advice}"
-            ) from error
-        self.step_runner.discard()
-        self.health.roll_back(error, advice)
-        metadata = self.checkpoints.roll_back(self.health.last_good_step, **self.health.summary())
-        if metadata is None:
-            reason = f"{error}; there is no checkpoint to go back to"
-            raise DivergedError(f"{reason}: start again with --overwrite and {advice}") from error
-        step, self.evaluations, self.reached = metadata["step"], metadata["evaluations"], 0.0
-        self.timer.resume(metadata, self.timer.metadata())
-        self.logger.truncate_after(step)
-        rates = f"learning rates are {self.health.rate_factor:g} of the recipe's"
-        self.log(f"{error}\nrolled back to step {step}; {rates}")
-        self.timer.end_phase("save")
-        return step
-
-    def _locate_nonfinite(self, state: TrainState, tower: Tower, batch: Batch, image_size: int) -> str:
-        """Repeat the forward pass of a tower; return the same answer on all workers. See `locate_nonfinite`."""
-        message, local_towers = "", [each for each in self.towers if each in self.local_towers]
-        if tower in local_towers:
-            shard = split_batch(batch, local_towers)[local_towers.index(tower)]
-            shard, parts = self.batches.load_images(shard, tower.device), self.config.micro_batches
-            message = locate_nonfinite(state.model, self.augmentation, tower, shard, image_size, parts)
-        return next(filter(None, self.workers.gather(message)), "")
+        return Interrupted(self.stop_signal, f"{outcome}: {AGAIN}")
 
 
 @contextlib.contextmanager
 def explained_errors(config: TrainConfig) -> Iterator[None]:
-    """Raise TensorFlow's errors about the limits of a device as UsageErrors, with the flags to give instead.
-
-    Raises:
-      UsageError: a device's memory is too small, or an operation has no deterministic form. Other errors: those from
-        inside.
-    """
+    """Raise TensorFlow's error about too little memory as a UsageError that names the setting to give."""
     try:
         yield
-    except tf.errors.OpError as error:
-        if reason := describe_out_of_memory(error):
-            advice = f"give --micro_batches={2 * config.micro_batches} and --overwrite"
-            raise UsageError(f"{reason}: the memory is too small for a step; {advice}") from error
-        if not (config.deterministic and isinstance(error, tf.errors.UnimplementedError)):
-            raise
-        raise UsageError(f"{error_text(error)}: train without --deterministic, or without that operation") from error
+    except tf.errors.ResourceExhaustedError as error:
+        raise UsageError(
+            f"the memory is too small for a step ({error_text(error)}); give --micro_batches="
+            f"{2 * config.micro_batches} and --overwrite"
+        ) from error

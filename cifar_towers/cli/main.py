@@ -1,32 +1,30 @@
 """The command-line programs. Each checks its flags before it imports TensorFlow, which takes seconds."""
 
+import contextlib
 import dataclasses
 import logging
 import os
 import sys
-import uuid
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.program import checked_output, confirm, find_data, import_tensorflow, parse, program, start_tool
 from cifar_towers.cli.run import Run
 from cifar_towers.config import TrainConfig, parse_seeds, programs
 from cifar_towers.config.train_config import check_training, claimed_accuracy, recipe_fields, recipe_names
-from cifar_towers.errors import DivergedError, RunError, UsageError, command
+from cifar_towers.errors import DivergedError, RunError, UsageError
+from cifar_towers.evaluation.score import describe_score, reported_score
 from cifar_towers.multi_worker import cluster_spec, launcher
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
-from cifar_towers.shutdown import ShutdownHandler
-
-if TYPE_CHECKING:
-    from cifar_towers.data import sources
+from cifar_towers.signals import StopSignals
 
 log = logging.getLogger(__name__)
 
 
 @program
-def train(shutdown: ShutdownHandler) -> None:
+def train() -> None:
     """Train an image classifier on towers: copies of the model that share each batch, one on each GPU.
 
     train.py --num_gpus=2                               CIFAR-10 to 94 %, by the recipe speed94
@@ -40,86 +38,73 @@ def train(shutdown: ShutdownHandler) -> None:
     cluster = join_cluster(config)
     if measured := measured_accuracy(config):
         log.info(f"recipe {config.recipe}, measured to reach {measured}")
-    start_training(config, shutdown, cluster, os.environ.get(launcher.LAUNCH_VARIABLE, ""))
+    if config.seeds:
+        train_seeds(config)
+    else:
+        start_training(config, StopSignals(), cluster)
 
 
 def start_training(
     config: TrainConfig,
-    shutdown: ShutdownHandler,
+    signals: StopSignals,
     cluster: ClusterSpec | None = None,
-    launch_id: str = "",
     callbacks: Sequence = (),
     make_handle: Callable[[Path], Run] = Run,
-) -> None:
-    """Refuse what can be refused without TensorFlow, then train a run, or one for each of the config's seeds.
+) -> dict:
+    """Train or resume a run, or return the stored result of a finished one. See `trainer.train`.
 
-    Raises:
-      RunError: the weights are not those of `expect_sha256`. Other errors, and the arguments: see `trainer.train`.
+    What can be refused without TensorFlow is refused before it is imported, which takes seconds.
     """
-    from cifar_towers.checkpointing import workdir
+    from cifar_towers.checkpointing.run_directory import open_run
     from cifar_towers.data import sources
     from cifar_towers.reporting.phase_timer import PhaseTimer
 
     timer = PhaseTimer()  # TensorFlow's import is a part of the start
     check_training(config)
     source = sources.find(config.dataset, config.data_dir)
-    if not (cluster and cluster.index):  # only worker 0 has a directory
-        for run in [config.of_seed(seed) for seed in parse_seeds(config.seeds)] or [config]:
-            run = workdir.choose_directory(run, source.banner, launch_id)
-            workdir.check_settings(run, launch_id)
-            if source.is_among_pictures(run.directory):
-                raise UsageError(
-                    f"train_dir={run.directory} is among the pictures of {source.name}; give one outside of it"
-                )
-    import_tensorflow()
-    if config.seeds:
-        train_seeds(config, source, shutdown, launch_id)
-        return
-    from cifar_towers import trainer
+    with contextlib.ExitStack() as stack:
+        if cluster and cluster.index:  # worker 0 alone writes the run
+            directory = tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{cluster.index}-")
+            config = dataclasses.replace(config, train_dir=stack.enter_context(directory))
+        elif source.banner and not config.train_dir:  # synthetic data in place of CIFAR-10
+            config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
+        run = stack.enter_context(open_run(config))
+        if result := None if cluster else run.stored_result():
+            score = describe_score(reported_score(result["evaluations"]) or {})
+            log.info(f"{run.path} is complete at step {result['step']}: {score}")
+            make_handle(run.path)
+            return result
+        import_tensorflow()
+        from cifar_towers import trainer
 
-    result = trainer.train(config, source, shutdown, cluster, launch_id, callbacks, make_handle, timer)
-    if not result["weights_sha256"].startswith(config.expect_sha256):
-        raise RunError(
-            f"the weights after step {result['step']} have sha256 {result['weights_sha256'][:16]}, not expect_sha256="
-            f"{config.expect_sha256[:16]}: other settings, data, processor or versions train other bits; "
-            f"{command('compare_runs.py')} tells where two runs part"
-        )
+        return trainer.train(config, source, run, signals, cluster, callbacks, make_handle, timer)
 
 
-def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: ShutdownHandler, launch_id: str = "") -> None:
+def train_seeds(config: TrainConfig) -> None:
     """Train one run for each seed; print mean, standard deviation and n of the final accuracies.
 
-    The same statistics of every scalar are written for TensorBoard, to `<recipe>-seeds` beside the runs, or to `seeds`
-    within `train_dir`. If seeds diverge, the others are trained and counted before a DivergedError is raised.
+    If seeds diverge, the others are trained and counted before a DivergedError is raised.
     """
-    import keras
-
-    from cifar_towers import trainer
-    from cifar_towers.checkpointing import workdir
+    from cifar_towers.checkpointing.run_directory import open_run
     from cifar_towers.reporting.phase_timer import training_seconds
     from cifar_towers.reporting.run_records import format_rate
     from cifar_towers.reporting.sample import Sample
-    from cifar_towers.reporting.seed_statistics import SeedStatistics
 
     accuracies: dict[str, list[float]] = {}
     results: list[dict] = []
     diverged: dict[int, str] = {}
     seeds = parse_seeds(config.seeds)
     runs = [config.of_seed(seed) for seed in seeds]
-    chosen = [workdir.choose_directory(run, source.banner, launch_id) for run in runs]
-    directories, overwritten = [run.directory for run in chosen], [run.directory for run in chosen if run.overwrite]
-    launch_id = launch_id or uuid.uuid4().hex  # written to cleared directories: no later run clears them again
-    statistics = directories[0].with_name(directories[0].name.removesuffix(str(seeds[0])) + "s")
-    with SeedStatistics(statistics, directories, overwritten).updated_in_background():
-        for run in runs:
-            others = [other for other in runs if other is not run]
-            try:
-                result = trainer.train(run, source, shutdown, launch_id=launch_id, make_handle=Run, others=others)
-                results.append(result)
-            except DivergedError as error:
-                diverged[run.seed] = str(error)
-                log.error(f"seed {run.seed} diverged: {error}")
-            keras.backend.clear_session()
+    for run in runs if config.overwrite else []:  # all at once: a later start without it resumes them
+        with open_run(run) as directory:
+            directory.clear()
+    for run in runs:
+        try:
+            results.append(start_training(dataclasses.replace(run, overwrite=False), StopSignals()))
+        except DivergedError as error:
+            diverged[run.seed] = str(error)
+            log.error(f"seed {run.seed} diverged: {error}")
+        sys.modules["keras"].backend.clear_session()
     for result in results:
         for score in result["evaluations"]:
             name = f"{score['split']} accuracy, {score['weights']} weights, TTA {score['tta']}"
@@ -127,8 +112,6 @@ def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: Shutdow
     speeds = [result["images_per_sec"] for result in results if result["images_per_sec"]]  # of runs with timed steps
     speed = f": {format_rate(Sample.of(speeds).mean)} images/s" if speeds else ""
     missing = f" ({len(results)} of {len(seeds)}; seed {', '.join(map(str, diverged))} diverged)" if diverged else ""
-    if source.banner:
-        print(source.banner)
     print(f"{config.name}, seeds {', '.join(map(str, seeds))}{missing}{speed}")
     if config.target_accuracy:
         seconds = [training_seconds(result["seconds"]) for result in results if result["reached"]]
@@ -146,8 +129,6 @@ def join_cluster(config: TrainConfig) -> ClusterSpec | None:
     if not cluster:
         return None
     address = cluster.addresses[cluster.index]
-    if not config.allow_public_cluster:
-        cluster_spec.check_not_public(address, config.worker_wait_seconds)
     if cluster.index:
         logging.getLogger("cifar_towers").setLevel(logging.WARNING)  # the chief logs for all workers
         logging.getLogger("cifar_towers.multi_worker").setLevel(logging.INFO)  # except where a worker is
@@ -172,7 +153,7 @@ def resolve_cluster(config: TrainConfig, environment: Mapping[str, str]) -> Clus
 
 
 @program
-def launch(shutdown: ShutdownHandler) -> int:
+def launch() -> int:
     """Train with several workers on this machine, one process each, or supervise one process. The flags
     after -- are those of train.py. When a worker fails, all restart from the last checkpoint.
 
@@ -195,14 +176,12 @@ def launch(shutdown: ShutdownHandler) -> int:
         training.check_shares(max(training.num_gpus, 1) * config.num_workers)
     else:
         resolve_cluster(training, os.environ)
-    shutdown.announce = lambda line: None  # the workers announce it
-    shutdown.defer_signals()
     command = [*command_for(train), *config.command]
-    return launcher.launch(command, config.num_workers, config.max_restarts, log.info, shutdown)
+    return launcher.launch(command, config.num_workers, config.max_restarts, log.info)
 
 
 @program
-def evaluate(shutdown: ShutdownHandler) -> None:
+def evaluate() -> None:
     """Evaluate a checkpoint of a run, the newest unless --step is given.
 
     evaluate.py --train_dir=runs/speed94-seed0 --tta=2
@@ -212,7 +191,7 @@ def evaluate(shutdown: ShutdownHandler) -> None:
     The table's column "most often taken for" names, for each class, the wrong class that most of its images get.
     --json adds the confusion matrix: rows are true classes, columns predicted ones.
     """
-    config = start_tool(programs.EvaluateConfig, evaluate, shutdown, "nothing was changed")
+    config = start_tool(programs.EvaluateConfig, evaluate)
     from cifar_towers.inference.evaluate import evaluate_checkpoint
 
     with checked_output():
@@ -220,7 +199,7 @@ def evaluate(shutdown: ShutdownHandler) -> None:
 
 
 @program
-def predict(shutdown: ShutdownHandler) -> None:
+def predict() -> None:
     """Print the three most likely classes of each image file, by a checkpoint of a run.
 
     predict.py --train_dir=runs/speed94-seed0 picture.jpg folder/ *.png
@@ -228,7 +207,7 @@ def predict(shutdown: ShutdownHandler) -> None:
     JPEG, PNG, GIF, BMP and WebP, up to 25 megapixels and 20 MB (WebP: 16 megapixels). The model gets the
     central square, upright, over white where it is transparent, resized to the size of the training images.
     """
-    config = start_tool(programs.PredictConfig, predict, shutdown, "nothing was changed")
+    config = start_tool(programs.PredictConfig, predict)
     from cifar_towers.inference.predict import predict_images
 
     with checked_output():
@@ -236,25 +215,25 @@ def predict(shutdown: ShutdownHandler) -> None:
 
 
 @program
-def export(shutdown: ShutdownHandler) -> int:
+def export() -> int:
     """Export the model of a checkpoint with its pre- and postprocessing: uint8 images of any size in, class
     probabilities and names out.
 
     export.py --train_dir=runs/speed94-seed0 --format=saved_model
     """
-    config = start_tool(programs.ExportConfig, export, shutdown, "earlier exports are unchanged")
+    config = start_tool(programs.ExportConfig, export)
     from cifar_towers.inference.export import export_model
 
     return 0 if export_model(config) else RunError.exit_code
 
 
 @program
-def compare_runs(shutdown: ShutdownHandler) -> int:
+def compare_runs() -> int:
     """Compare two runs: are they equal to the bit, and if not, where and why do they differ?
 
     compare_runs.py runs/one runs/other
     """
-    config = start_tool(programs.CompareConfig, compare_runs, shutdown, "nothing was changed")
+    config = start_tool(programs.CompareConfig, compare_runs)
     from cifar_towers.inference import compare
 
     same, text = compare.compare_runs(*map(Path, config.runs))
@@ -264,7 +243,7 @@ def compare_runs(shutdown: ShutdownHandler) -> int:
 
 
 @program
-def report(shutdown: ShutdownHandler) -> None:
+def report() -> None:
     """Write a self-contained HTML report of runs, for readers without TensorBoard.
 
     report.py runs/one [runs/other ...] [--out=FILE]
@@ -272,7 +251,6 @@ def report(shutdown: ShutdownHandler) -> None:
     Runs that differ only in the seed are shown as their mean, with a band of one standard deviation.
     """
     config = parse(programs.ReportConfig, report)
-    shutdown.exit_immediately_from_now("nothing was written")
     from cifar_towers import files
     from cifar_towers.reporting.run_records import read_runs
 
@@ -286,7 +264,7 @@ def report(shutdown: ShutdownHandler) -> None:
 
 
 @program
-def runs(shutdown: ShutdownHandler) -> None:
+def runs() -> None:
     """List runs with their state and what they reached, or delete runs.
 
     runs.py                                        all below runs/, a line each
@@ -298,7 +276,6 @@ def runs(shutdown: ShutdownHandler) -> None:
     --best ranks runs on the recipe's own data set, by accuracies on validation images if all of them have some.
     """
     config = parse(programs.RunsConfig, runs)
-    shutdown.exit_immediately_from_now("nothing more is deleted")
     from cifar_towers.inference import runs as trained
 
     if config.delete:
@@ -318,7 +295,7 @@ def runs(shutdown: ShutdownHandler) -> None:
 
 
 @program
-def benchmark(shutdown: ShutdownHandler) -> None:
+def benchmark() -> None:
     """Measure the training step of a recipe on this machine with different placements, strategies and numbers of
     towers. Without --recipe, --flagfile and --model the recipe is speed94.
 
@@ -327,7 +304,6 @@ def benchmark(shutdown: ShutdownHandler) -> None:
     config = parse(programs.BenchmarkConfig, benchmark)
     recipe = dataclasses.replace(config.recipe, hard_example_pool=0)  # the bare step, without selecting examples
     config = dataclasses.replace(config, recipe=recipe)
-    shutdown.exit_immediately_from_now("the benchmark is incomplete; the same command starts it again")
     find_data(recipe)
     from cifar_towers.benchmark import runner
 

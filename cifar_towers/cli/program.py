@@ -7,19 +7,17 @@ import logging
 import os
 import platform
 import re
+import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 
 from cifar_towers import hardware
 from cifar_towers.cli.flags import Config, parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import Interrupted, RunError, UsageError, error_line, error_text, name_programs
-from cifar_towers.shutdown import ShutdownHandler
-from cifar_towers.stderr import messages_only_of_a_failure
 from cifar_towers.user_code import check_function
 
-Body = Callable[[ShutdownHandler], int | None]  # of a program; may return an exit code
+Body = Callable[[], int | None]  # of a program; may return an exit code
 
 
 class StderrHandler(logging.StreamHandler):
@@ -42,39 +40,18 @@ def program(body: Body) -> Callable[[], None]:
 
 def run(body: Body) -> int:
     """Call the body of a program and return its exit code; print the error that it raises as one line."""
-    shutdown = ShutdownHandler()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process, without a traceback
     logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[StderrHandler()])
     logging.getLogger("cifar_towers").setLevel(logging.INFO)
     try:
-        try:
-            shutdown.install()  # inside: a signal may come before it returns
-            code = body(shutdown) or 0
-            shutdown.ignore_signals()
-        except Exception as error:
-            shutdown.reraise_as_interrupt(error)
-            raise
+        code = body() or 0
+        sys.stdout.flush()
     except (RunError, Interrupted) as error:
-        shutdown.ignore_signals()
         print(name_programs(error_line(error)), file=sys.stderr)
         code = error.exit_code
-    except MemoryError as error:
-        reason = f"the memory of this machine is too small ({error_text(error) or 'no more to be had'})"
-        print(error_line(RunError(f"{reason}; end other programs, or raise the limit, and try again")), file=sys.stderr)
-        code = RunError.exit_code
     except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again when it exits
         code = RunError.exit_code
-    except PermissionError as error:
-        print(error_line(RunError(f"{error}; give another path, or change its permissions")), file=sys.stderr)
-        code = RunError.exit_code
-    except SystemExit as error:  # from --help
-        code = error.code if isinstance(error.code, int) else RunError.exit_code
-    except Exception:
-        traceback.print_exc()
-        code = RunError.exit_code
-    try:
-        sys.stdout.flush()
-    except OSError:  # a closed pipe or a full disk, which Python would report again when it exits
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 
@@ -93,10 +70,9 @@ def check_functions(config: object) -> None:
         check_function(setting, getattr(recipe if isinstance(recipe, TrainConfig) else config, setting, ""))
 
 
-def start_tool(config_class: type[Config], program: Callable, shutdown: ShutdownHandler, on_interrupt: str) -> Config:
-    """Parse the flags and import TensorFlow. A signal then exits at once, with the message `on_interrupt`."""
+def start_tool(config_class: type[Config], program: Callable) -> Config:
+    """Parse the flags and import TensorFlow."""
     config = parse(config_class, program)
-    shutdown.exit_immediately_from_now(on_interrupt)
     import_tensorflow()
     return config
 
@@ -142,9 +118,6 @@ def confirm(question: str) -> bool:
 def import_tensorflow() -> None:
     """Import TensorFlow, with the environment that `cifar_towers` sets, and the settings of Keras that towers need.
 
-    Its startup messages are printed only if the import fails or ends the process, or if TF_CPP_MIN_LOG_LEVEL is 0 or 1.
-    By default it prints no errors later either, as it raises those that matter.
-
     Raises:
       UsageError: KERAS_BACKEND is set to another backend, or Keras was imported with another.
       RunError: the processor lacks the instructions that TensorFlow is compiled for.
@@ -154,8 +127,7 @@ def import_tensorflow() -> None:
     features = hardware.processor_features()
     if features and platform.machine() == "x86_64" and "avx" not in features:
         raise RunError("this processor has no AVX, which TensorFlow's packages are compiled for; use another machine")
-    verbose = os.environ.get("TF_CPP_MIN_LOG_LEVEL") in ("0", "1")
-    with _announced("importing TensorFlow"), contextlib.nullcontext() if verbose else messages_only_of_a_failure():
+    with _announced("importing TensorFlow"):
         import keras
         import tensorflow as tf
 

@@ -28,7 +28,7 @@ RUN_FIELDS = (
 EXPORT_FORMATS = ("saved_model", "keras", "litert", "tflite", "onnx")
 VARIED = ("strategy", "variable_placement", "parallelism", "num_gpus")  # by the benchmark
 CLUSTER = names_with(TrainConfig, group="Cluster")
-OF_TRAINING = ("log_device_placement", "overwrite", "seeds", "expect_sha256")  # do nothing where a step is measured
+OF_TRAINING = ("log_device_placement", "overwrite", "seeds")  # do nothing where a step is measured
 NO_TRAIN_DIR = {"train_dir": "directories of runs are given as they are, as runs/one"}
 _run, _data, _evaluation = settings_of("Run"), settings_of("Data"), settings_of("Evaluation")
 _export, _table, _launch, _benchmark = map(settings_of, ("Export", "Table", "Launch", "Benchmark"))

@@ -26,9 +26,8 @@ MIN_IMAGE_SIZE = 18  # pixels
 MAX_PROFILE_STEPS = 100
 RATES = ("bias_learning_rate", "head_learning_rate", "whitening_learning_rate")  # besides learning_rate
 MAX_HEAD_RATE_OF_PROXY = 50.0  # speed94 has 554, for the scaled head of its net; speed96, which has a proxy, 0.587
-PRECISIONS = ("float32", "bfloat16", "float16")
+PRECISIONS = ("float32", "bfloat16")
 PRECISION_HELP = "number format the net computes in; auto: bfloat16 if the hardware computes it faster, else float32"
-ALL_REDUCE_OF_STRATEGY = {"mirrored": ("nccl", "hierarchical", "one_device"), "multi_worker": ("nccl", "ring")}
 ERRORS = (UsageError, DataError)  # of every program that reads data
 DEFAULT_RECIPE = "speed94"
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -146,11 +145,6 @@ def parse_profile_steps(text: str) -> tuple[int, int] | None:
     return int(first), int(last)
 
 
-def _check_sha256(text: str) -> None:
-    if text and not re.fullmatch("[0-9a-f]{8,64}", text):
-        raise UsageError(f"expect_sha256={text} must be 8 to 64 hexadecimal digits, as a run's last lines have them")
-
-
 _towers, _run, _data, _model, _optimizer = map(Section, ("Towers", "Run", "Data", "Model", "Optimizer"))
 _cluster = Section("Cluster", per_worker=True, per_run=True)
 _reporting = Section("Reporting", per_run=True)
@@ -199,7 +193,7 @@ class TrainConfig(DeviceConfig):
     exit_codes: ClassVar[str] = describe_exit_codes(
         *ERRORS,
         *TRAINING_ERRORS,
-        failure="a bug, a callback's error, no room to save the last checkpoint, or weights that were not expected",
+        failure="a bug, a callback's error, or no room to save the last checkpoint",
     )
 
     strategy: str = _towers.free(
@@ -214,26 +208,11 @@ class TrainConfig(DeviceConfig):
         "updates are too much work for a host",
         choices=("cpu", "round_robin", "least_loaded"),
     )
-    gradient_device: str = _towers.free(
-        "variable",
-        "device where the towers' gradients are averaged: each variable's own, or the CPU for all",
-        choices=("variable", "cpu"),
-    )
-    all_reduce: str = _towers.free(
-        "auto",
-        "all-reduce algorithm of mirrored and multi_worker; auto: NCCL if every tower has a GPU",
-        choices=("auto", "nccl", "hierarchical", "one_device", "ring"),
-    )
-    data_on: str = _towers.free(
-        "host",
-        "memory of the training images: the host's, or each tower's device (CIFAR-10 takes 154 MB)",
-        choices=("host", "device"),
-        per_run=True,
-    )
     batch_statistics: str = _towers.recipe(
         "mean",
-        "statistics of batch normalization: mean over the towers, the final tower's, or synchronized over the batch",
-        choices=("mean", "final", "synchronized"),
+        "statistics of batch normalization: of each tower's shard, with moving statistics that are the mean over the "
+        "towers; or synchronized over the batch",
+        choices=("mean", "synchronized"),
         on_resume="allow_without_batch_norm",
     )
     micro_batches: int = _towers.recipe(
@@ -293,22 +272,6 @@ class TrainConfig(DeviceConfig):
     target_accuracy: float = _run.free(
         0.0, "accuracy without TTA, as a fraction, that stops the run at an evaluation; 0: none", low=0, high=1
     )
-    expect_sha256: str = _run.free(
-        "",
-        "expected SHA-256 of the final raw weights, or its first 8 or more digits; other weights end with an error",
-        check=_check_sha256,
-        per_run=True,
-    )
-    max_nonfinite_steps: int = _run.free(
-        3, "number of skipped steps (NaN or infinity) in a row that ends a run", low=1, per_run=True
-    )
-    rollback_on_divergence: bool = _run.free(
-        False, "return to the last good checkpoint at half the rates, instead of the end after max_nonfinite_steps"
-    )
-    verify_every_steps: int = _run.free(
-        0, "steps between checks of one tower's bits by another tower; 0: never", low=0, per_run=True
-    )
-
     dataset: str = _data.free(
         "cifar10",
         "data set: cifar10, synthetic, auto (CIFAR-10 if available, otherwise synthetic), folder:<path> with a "
@@ -397,13 +360,6 @@ class TrainConfig(DeviceConfig):
         "factor of the peak rates at epochs or percentages of the run, interpolated (linear:) or constant (step:)",
     )
     whitening_epochs: float = _optimizer.recipe(3.0, "epochs in which the whitening bias is trained", low=0, high=1e6)
-    freeze_first_group: float = _optimizer.recipe(
-        0.0,
-        "fraction of the run after which the first group of convolutions is frozen; the learning rate schedule of the "
-        "group is compressed into that fraction; 0: never",
-        low=0,
-        high=1,
-    )
     momentum: float = _optimizer.recipe(0.9, "momentum coefficient of SGD", low=0, high=0.9999)
     nesterov: bool = _optimizer.recipe(False, "Nesterov momentum in SGD")
     muon_momentum: float = _optimizer.recipe(0.655, "momentum coefficient of Muon", low=0, high=0.9999)
@@ -562,8 +518,6 @@ def _check_model(config: TrainConfig) -> None:
     spec = model_spec(config.model)
     if config.image_size_schedule and not spec.any_image_size:
         raise UsageError(f"model={config.model} takes images of one size; leave image_size_schedule empty")
-    if config.freeze_first_group and not spec.is_speednet:
-        raise UsageError(f"model={config.model} has no groups of convolutions; leave freeze_first_group at 0")
     if config.optimizer == "muon" and not spec.muon:
         tried = ", ".join(name for name, other in MODELS.items() if other.muon)
         raise UsageError(f"optimizer=muon is for {tried}; choose momentum or adamw for {config.model}")
@@ -576,10 +530,6 @@ def _check_run(config: TrainConfig) -> None:
         raise UsageError(f"seed={config.seed} and seeds={config.seeds} are both given; give one")
     if config.seeds and config.strategy == "multi_worker":
         raise UsageError("strategy=multi_worker trains one run; give one seed at a time")
-    if config.expect_sha256 and config.seeds:
-        raise UsageError("expect_sha256 is of one run, and seeds are several; give one seed at a time")
-    if config.verify_every_steps and (config.hard_example_pool or config.batch_statistics == "synchronized"):
-        raise UsageError("verify_every_steps repeats one tower alone; leave hard_example_pool, synchronized statistics")
     if config.epochs == 0 and config.max_steps == 0:
         raise UsageError("epochs=0 and max_steps=0 leave nothing to do; give one of them")
     cluster = names_with(TrainConfig, group="Cluster")
@@ -595,20 +545,13 @@ def _check_parallelism(config: TrainConfig) -> None:
         raise UsageError(f"batch_statistics=synchronized needs the whole batch at once; leave {other}")
     if has_stages and strategy != "towers":
         raise UsageError(f"parallelism=model has one copy of the model; leave strategy={strategy}")
-    if config.all_reduce not in ("auto", *ALL_REDUCE_OF_STRATEGY.get(strategy, ())):
-        fitting = [name for name, algorithms in ALL_REDUCE_OF_STRATEGY.items() if config.all_reduce in algorithms]
-        raise UsageError(f"all_reduce={config.all_reduce} is for strategy={' and '.join(fitting)}")
     if strategy == "towers" and not has_stages:
         return
     other = "parallelism=model" if has_stages else f"strategy={strategy}"
-    if config.variable_placement not in ("", "cpu") or config.gradient_device != "variable":
-        keeps = f"{other} keeps every variable on every device"
-        if has_stages:
-            keeps = f"{other} keeps each variable and its gradient on the device of its stage"
-        raise UsageError(f"{keeps}; leave variable_placement and gradient_device")
-    for name, off in (("hard_example_pool", 0), ("data_on", "host"), ("verify_every_steps", 0)):
-        if (value := getattr(config, name)) != off:
-            raise UsageError(f"{name}={value} is for towers that share the batch; leave it, or {other}")
+    if config.variable_placement not in ("", "cpu"):
+        raise UsageError(f"{other} keeps variables on devices of its own; leave variable_placement")
+    if config.hard_example_pool:
+        raise UsageError(f"hard_example_pool is for towers that share the batch; leave it, or {other}")
 
 
 def check_training(config: TrainConfig) -> None:
@@ -688,7 +631,7 @@ def recipe_fields(config: TrainConfig) -> dict[str, Any]:
     `max_steps` belongs to the recipe if a schedule depends on the length of the run.
     """
     by_length = "%" in config.learning_rate_schedule + config.image_size_schedule or config.lookahead
-    by_length |= OPTIMIZERS[config.optimizer].by_length or config.freeze_first_group > 0
+    by_length |= OPTIMIZERS[config.optimizer].by_length
     left_out = set(names_with(TrainConfig, on_resume="allow"))
     if config.epochs == 0 and by_length:
         left_out -= {"max_steps"}

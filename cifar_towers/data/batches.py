@@ -1,7 +1,6 @@
 """Batches as functions of (seed, step): a run resumes anywhere without saved iterator state."""
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +29,7 @@ class RandomDraws(NamedTuple):
 class Batch(NamedTuple):
     """B examples and their random numbers."""
 
-    images: tf.Tensor  # [B, S, S, 3] uint8; with `data_on=device`, indices [B] int64 until `Batches.load_images`
+    images: tf.Tensor  # [B, S, S, 3] uint8
     labels: tf.Tensor  # [B] int64
     draws: RandomDraws
 
@@ -46,8 +45,6 @@ class Batches:
       flip: `none`; `random`, drawn for each image and epoch; `alternating`, drawn once for each image and inverted in
         every odd epoch (K. Jordan, arXiv 2404.00498).
       own_augmentation: whether the examples have draws for an augmentation of the user's own.
-      devices: where to keep all images. A batch then has their indices, and `load_images` gathers them there. By
-        default a batch has its images, in host memory.
 
     Raises:
       UsageError: there are fewer examples than `batch_size`.
@@ -60,7 +57,6 @@ class Batches:
         seed: int,
         flip: str = "alternating",
         rows: tuple[int, int] | None = None,
-        devices: Sequence[str] = (),
         own_augmentation: bool = False,
     ):
         if batch_size > (count := len(split.labels)):
@@ -70,13 +66,8 @@ class Batches:
         self.steps_per_epoch = count // batch_size
         self._num_examples, (self._first_row, self._num_rows) = count, rows or (0, batch_size)
         self._own_draws = NUM_OWN_DRAWS if own_augmentation else 0
-        self._images_on: dict[str, tf.Variable] = {}
-        for device in devices:
-            with tf.device(device):  # GPUs gather uint8 only from variables; a tensor would be copied in every step
-                self._images_on[device] = tf.Variable(split.images, trainable=False)
         with tf.device(HOST):
-            self._labels = tf.constant(split.labels)
-            self._host_images = None if devices else tf.constant(split.images)
+            self._images, self._labels = tf.constant(split.images), tf.constant(split.labels)
 
     def stream(self, first_step: int, last_step: int) -> tf.data.Dataset:
         """Return the batches of steps first_step .. last_step - 1, prepared while earlier steps run."""
@@ -112,15 +103,7 @@ class Batches:
             ),
             example_index=step * self.batch_size + self._first_row + tf.range(self._num_rows, dtype=tf.int64),
         )
-        images = chosen if self._host_images is None else tf.gather(self._host_images, chosen)
-        return Batch(images, tf.gather(self._labels, chosen), draws)
-
-    def load_images(self, batch: Batch, device: str) -> Batch:
-        """Return the batch, or a part of one, with its images, gathered on `device` if they are kept there."""
-        if self._host_images is not None:
-            return batch
-        with tf.device(device):
-            return batch._replace(images=tf.gather(self._images_on[device], batch.images))
+        return Batch(tf.gather(self._images, chosen), tf.gather(self._labels, chosen), draws)
 
     def _rows(self, of_batch: tf.Tensor) -> tf.Tensor:
         """Return the rows of this worker."""

@@ -27,8 +27,8 @@ from tensorflow.python.eager import context
 
 from cifar_towers.errors import Interrupted, RunError, UsageError, WorkerLostError, error_line, error_text, printable
 from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec, Workers, split_address
-from cifar_towers.shutdown import ShutdownHandler
 
+WAIT_SECONDS = 60.0  # for all workers at the start
 HEARTBEAT_TIMEOUT_SECONDS = 10  # a worker that is silent for so long is lost
 POLL_SECONDS = 0.1  # between checks for signals while this worker waits for others
 PROBE_SECONDS = 2.0  # longest wait for a worker's port to answer; also the wait before silent workers are named
@@ -40,9 +40,7 @@ END = re.compile(r"exit code (\d+): ([^\n]*)")
 
 
 @contextlib.contextmanager
-def connect(
-    cluster: ClusterSpec | None, make_devices: Callable[[], Any], timeout_seconds: float, shutdown: ShutdownHandler
-) -> Iterator[tuple[Workers, Any]]:
+def connect(cluster: ClusterSpec | None, make_devices: Callable[[], Any]) -> Iterator[tuple[Workers, Any]]:
     """Join the workers of a cluster, or work alone without one. An error of one worker ends all with the same line.
 
     Yield the workers and this worker's `Devices` from `make_devices`; their `strategy` joins all workers. The last
@@ -57,9 +55,9 @@ def connect(
         yield ALONE, make_devices()
         return
     try:
-        devices = _start(cluster, make_devices, timeout_seconds, shutdown)
+        devices = _start(cluster, make_devices, WAIT_SECONDS)
         gather = _make_gather(devices.strategy)
-        workers = Workers(cluster, lambda value: run_interruptibly(lambda: gather(value), shutdown))
+        workers = Workers(cluster, gather)
         cluster.log("has joined; worker 0 logs the run")
         yield workers, devices
         workers.gather(None)  # a worker that finishes early waits for the others
@@ -75,7 +73,7 @@ def connect(
         raise
 
 
-def run_interruptibly(function: Callable[[], Any], shutdown: ShutdownHandler, deadline: float = float("inf")) -> Any:
+def run_until(deadline: float, function: Callable[[], Any]) -> Any:
     """Run `function` in another thread and return its result, while this thread handles signals.
 
     Raises:
@@ -92,7 +90,6 @@ def run_interruptibly(function: Callable[[], Any], shutdown: ShutdownHandler, de
     threading.Thread(target=run, daemon=True).start()
     while True:
         is_done = wait([outcome], POLL_SECONDS).done
-        shutdown.reinstall_handlers()  # TensorFlow's server installs one for SIGTERM
         if is_done:
             return outcome.result()
         if time.monotonic() > deadline:
@@ -112,7 +109,7 @@ def worker_train_dir(workers: Workers, train_dir: str) -> contextlib.AbstractCon
 # The start and the end ------------------------------------------------------------------------------------------------
 
 
-def _start(cluster: ClusterSpec, make_devices: Callable[[], Any], seconds: float, shutdown: ShutdownHandler) -> Any:
+def _start(cluster: ClusterSpec, make_devices: Callable[[], Any], seconds: float) -> Any:
     """Make the devices, which waits for all workers."""
     name, (_, port) = cluster.name(cluster.index), split_address(cluster.addresses[cluster.index])
     try:
@@ -129,7 +126,7 @@ def _start(cluster: ClusterSpec, make_devices: Callable[[], Any], seconds: float
     notice.start()
     try:
         with _startup_in_threads():
-            devices = run_interruptibly(make_devices, shutdown, time.monotonic() + seconds)
+            devices = run_until(time.monotonic() + seconds, make_devices)
         own = ",".join(cluster.addresses)
         expected = _broadcast_text("workers", own if cluster.index == 0 else None)
         if own != expected:

@@ -8,11 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cifar_towers.errors import DataError, DivergedError, UsageError, interrupt_exit_code
-from cifar_towers.shutdown import LAUNCH_VARIABLE, ShutdownHandler
+from cifar_towers.signals import StopSignals
 
 FINAL = (0, UsageError.exit_code, DataError.exit_code, DivergedError.exit_code)  # a restart would not help
 EXIT_TIMEOUT_SECONDS = 15.0  # for the other workers to exit once one has failed; then they are killed
@@ -24,7 +23,6 @@ def launch(
     num_workers: int,
     max_restarts: int,
     log: Callable[[str], None],
-    shutdown: ShutdownHandler,
 ) -> int:
     """Run a training in `num_workers` local workers, or in one process if it is 0; return its exit code.
 
@@ -32,11 +30,11 @@ def launch(
     cluster. After an exit code that is not in `FINAL` all restart, at most `max_restarts` times. The first signal is
     forwarded and prevents restarts, a second kills the workers.
     """
-    os.environ[LAUNCH_VARIABLE] = uuid.uuid4().hex
+    signals = StopSignals()
     for restart in range(max_restarts + 1):
-        codes = _run(command, num_workers, shutdown)
+        codes = _run(command, num_workers, signals)
         first_failed = next((worker for worker, code in codes.items() if code), None)
-        if first_failed is None or shutdown.received_signal or codes[first_failed] in FINAL:
+        if first_failed is None or signals.received or codes[first_failed] in FINAL:
             break
         if restart < max_restarts:
             name = f"worker {first_failed}" if num_workers else "the process"
@@ -51,11 +49,10 @@ def free_addresses(count: int) -> tuple[str, ...]:
         return tuple(f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners)
 
 
-def _run(command: Sequence[str], num_workers: int, shutdown: ShutdownHandler) -> dict[int, int]:
+def _run(command: Sequence[str], num_workers: int, signals: StopSignals) -> dict[int, int]:
     """Start all workers, wait, and return worker -> exit code, in the order in which the workers ended."""
     workers = _start_all(command, num_workers) if num_workers else [_start(command)]
     processes = [process for process, _ in workers]
-    shutdown.before_exit = lambda: _signal(processes, signal.SIGKILL)
     codes: dict[int, int] = {}
     forwarded, deadline = 0, float("inf")
     while len(codes) < len(processes):
@@ -64,8 +61,8 @@ def _run(command: Sequence[str], num_workers: int, shutdown: ShutdownHandler) ->
                 codes[worker] = code if code >= 0 else interrupt_exit_code(-code)
                 if code:
                     deadline = min(deadline, time.monotonic() + EXIT_TIMEOUT_SECONDS)
-        if shutdown.received_signal and not forwarded:
-            forwarded = shutdown.received_signal
+        if signals.received and not forwarded:
+            forwarded = signals.received
             _signal(processes, forwarded)
         if time.monotonic() > deadline:
             _signal(processes, signal.SIGKILL)

@@ -11,7 +11,7 @@ from cifar_towers.config.schedules import RunLength
 
 Phase = Literal["start", "train", "input", "report", "compile", "evaluate", "save", "profile"]
 STEP_PHASES = ("train", "input", "report")  # of every step: the step, the wait for its batch, logging
-TRAINING_PHASES = (*STEP_PHASES, "compile", "lost")
+TRAINING_PHASES = (*STEP_PHASES, "compile")
 BOOKED_PHASES = (*STEP_PHASES, "save", "profile")  # phases that estimates count into the time of a step
 RECENT_STEPS = 20  # steps that recent rates are averaged over
 FORWARD_SHARE = 0.4  # evaluation time over training time of an image, until one is timed; runs had 0.3 to 0.5
@@ -19,47 +19,29 @@ MIN_STEPS = 5  # timed steps that an estimate needs
 
 
 class PhaseTimer:
-    """The seconds of a run by phase.
-
-    `lost` is the time of steps that were rolled back or not saved, `not_running` the time between processes.
-    """
+    """The seconds of a run by phase."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)  # by phase
-        self.images = 0  # trained on in kept steps that needed no compilation
-        self.step = self.lost_steps = 0  # numbers of steps kept and lost
-        self.first_start: float | None = time.time()  # Unix time; None if an earlier version began the run
+        self.images = 0  # trained on in steps that needed no compilation
         self._last_end = time.monotonic()
         self._input_wait = 0.0  # of the current step
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=RECENT_STEPS)  # images, input wait, seconds
 
-    def resume(self, saved: Mapping[str, Any], newest: Mapping[str, Any]) -> None:
-        """Continue the times of a run from the `saved` metadata of a checkpoint, which is empty at step 0.
-
-        The `newest` times are the last that the run wrote. Steps after the checkpoint count as lost.
-        """
-        saved_seconds = saved.get("seconds", {})
-        self.seconds, self.images = defaultdict(float, saved_seconds), saved.get("images", 0)
-        for phase, seconds in newest.get("seconds", {}).items():
-            later = max(0.0, seconds - saved_seconds.get(phase, 0.0))  # negative if a power loss left older times
-            self.seconds["lost" if phase in STEP_PHASES else phase] += later
-        self.step, self.first_start = saved.get("step", 0), (saved or newest).get("first_start")
-        lost_steps = newest.get("lost_steps", 0) + max(0, newest.get("step", 0) - self.step)
-        self.lost_steps = max(saved.get("lost_steps", 0), lost_steps)
-        if self.first_start:
-            elapsed = time.time() - (time.monotonic() - self._last_end) - self.first_start
-            self.seconds["not_running"] += max(0.0, elapsed - sum(self.seconds.values()))
+    def resume(self, metadata: Mapping[str, Any]) -> None:
+        """Add the times of a checkpoint, as `metadata` returned them."""
+        for phase, seconds in metadata["seconds"].items():
+            self.seconds[phase] += seconds
+        self.images += metadata["images"]
 
     def metadata(self) -> dict[str, Any]:
         """Return what checkpoints store."""
-        return {name: getattr(self, name) for name in ("seconds", "images", "step", "lost_steps", "first_start")}
+        return {"seconds": dict(self.seconds), "images": self.images}
 
     def summary(self) -> dict[str, Any]:
-        """Return what a run's result says; `goodput` is the fraction of the time that went into the steps kept."""
-        seconds, total = {phase: round(each, 3) for phase, each in self.seconds.items()}, sum(self.seconds.values())
-        goodput = self.seconds.get("train", 0.0) / total if self.first_start and total else None
-        rates = {"images_per_sec": self.images_per_sec(), "goodput": goodput}
-        return {"seconds": seconds, "lost_steps": self.lost_steps, **rates}
+        """Return what a run's result says."""
+        seconds = {phase: round(each, 3) for phase, each in self.seconds.items()}
+        return {"seconds": seconds, "images_per_sec": self.images_per_sec()}
 
     def end_phase(self, phase: Phase) -> float:
         """Book the seconds since the end of the last phase, and return them."""
@@ -73,7 +55,6 @@ class PhaseTimer:
     def end_step(self, images: int, is_traced: bool) -> None:
         """End the phase of a step over `images` images: "train", or "compile" if the step was not traced before."""
         seconds = self.end_phase("train" if is_traced else "compile")
-        self.step += 1
         if is_traced:
             self.images += images
             self._recent.append((images, self._input_wait, self._input_wait + seconds))
@@ -93,7 +74,7 @@ class PhaseTimer:
 
 
 def training_seconds(seconds: Mapping[str, float]) -> float:
-    """Return the seconds of steps, kept or lost, and compilation, from the `seconds` of a timer or of a result."""
+    """Return the seconds of steps and compilation, from the `seconds` of a timer or of a result."""
     return math.fsum(seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
 
 

@@ -33,12 +33,14 @@ from cifar_towers.registry import MODELS, split_path
 from cifar_towers.reporting import figures, tags
 from cifar_towers.reporting.console import Progress, ProgressStatus, format_estimate, format_seconds
 from cifar_towers.reporting.phase_timer import PhaseTimer, TimeLeft, training_seconds
-from cifar_towers.reporting.run_records import JsonlWriter, format_number, format_rate
+from cifar_towers.reporting.run_records import JsonlWriter, format_rate
 from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWriter, image
 from cifar_towers.towers import Tower, placement_report
 from cifar_towers.towers.pipeline import layer_costs
 from cifar_towers.towers.placement import short_device
-from cifar_towers.training.results import StepDiagnostics, StepMetrics
+from cifar_towers.training.diagnostics import StepDiagnostics
+from cifar_towers.training.results import StepMetrics, without_gradients
+from cifar_towers.training.step_runner import FinishedStep
 from cifar_towers.user_code import as_usage_errors
 
 METHODS = ("on_start", "on_step", "on_evaluation", "on_end")  # of callbacks; `on_step` gets each training record
@@ -46,7 +48,6 @@ PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tenso
 SCALARS_PER_SUMMARY = 10  # scalars are written this many times as often as whole summaries
 DRAWING_SHARE = 0.02  # of the run's time that drawing evaluations may take
 FEW_STEPS = 100  # in which no net here trains well
-TIMES_SECONDS = 1.0  # between two writes of `files.TIMES`
 NOISE_DECAY = 0.9  # of the running averages of signal and noise, whose ratio is the noise scale
 
 
@@ -63,7 +64,6 @@ class RunInfo:
     length: RunLength
     model: keras.Model
     variables: Mapping[str, tf.Variable]  # all that is saved, by name
-    activation_layers: Sequence[str]  # names of the layers in `StepDiagnostics.activations`
 
     def describe_parallelism(self) -> str:
         """Return number, images and devices of the towers, as `2 towers of 768 images on /CPU:0, /CPU:1`."""
@@ -88,12 +88,10 @@ class RunLogger:
         self.log = self.progress.log
         self.metrics = JsonlWriter(self.directory)
         self.tensorboard = TensorBoardWriter(self.directory)
-        self._weight_names = [variable.path for variable in run.model.trainable_variables]
         self._noise_scale = NoiseScale(run.config.batch_size)
         self._epoch: list[StepMetrics] = []
         self._time_left: TimeLeft  # of an open run
         self._saved_step = 0
-        self._last_times, self._times_errors = -math.inf, files.BestEffortWrites(self.directory / files.TIMES)
         self._last_drawing, self._drawing_seconds = -math.inf, 0.0
         self._unwritten: dict[str, dict] = {}  # file name -> content
 
@@ -147,29 +145,16 @@ class RunLogger:
     def end_step(self, step: int, is_traced: bool) -> None:
         """Stop the clock of step `step`. Once enough traced steps have run, log the remaining time."""
         self.timer.end_step(self.run.config.batch_size, is_traced)
-        self.write_times()
         if self._time_left.end_step(step, is_traced) and (seconds := self._time_left.seconds()) is not None:
             self.progress.pause()
             self.log(f"about {format_estimate(seconds)} to go, at the rate of the first steps here")
 
-    def write_times(self) -> None:
-        """Write where the run's time went, at most once a second, in case the process is killed."""
-        if time.monotonic() - self._last_times >= TIMES_SECONDS:
-            self._last_times, path = time.monotonic(), self.directory / files.TIMES
-            with self._times_errors, path.open("r+" if path.exists() else "w") as file:
-                file.write(f"{files.to_json(self.timer.metadata()):<1000}\n")  # in place: spaces replace the rest
-
-    def log_step(
-        self, step: int, metrics: StepMetrics, rates: Mapping[str, float], image_size: int, health: Mapping[str, int]
-    ) -> None:
-        """Show and write the metrics of a step, its learning rates by parameter group, and its `health`.
-
-        The health holds the numbers of `skipped_steps` and `rollbacks`.
-        """
-        self._epoch.append(metrics._replace(diagnostics=None, original=None))
+    def log_step(self, finished: FinishedStep, diagnostics: StepDiagnostics | None, skipped_steps: int) -> None:
+        """Show and write the metrics of a step, its learning rates by parameter group, and its diagnostics, if any."""
+        step, metrics, rates = finished.step, finished.metrics, finished.learning_rates
+        self._epoch.append(without_gradients(metrics))
         rate, (images_per_sec, input_wait) = next(iter(rates.values())), self.timer.recent_rates()
         self.progress.step(self._status(step, metrics.loss, metrics.accuracy, rate))
-        diagnostics = metrics.diagnostics
         if not diagnostics and not _is_due(step, math.ceil(self.run.config.summary_every_steps / SCALARS_PER_SUMMARY)):
             return
         agreement = self._tower_agreement(metrics, diagnostics) if diagnostics else {}
@@ -182,13 +167,13 @@ class RunLogger:
             "input_wait": input_wait,
             "learning_rate": rate,
             "gradient_norm": metrics.gradient_norm,
-            "image_size": image_size,
-            "skipped_steps": health["skipped_steps"],
+            "image_size": finished.image_size,
+            "skipped_steps": skipped_steps,
             **agreement,
         }
         self.metrics.write(kind="train", **record)
         self.callbacks.step(step, record)
-        scalars = {tag: record.get(key) for key, tag in tags.RECORDED.items()} | {tags.ROLLBACKS: health["rollbacks"]}
+        scalars = {tag: record.get(key) for key, tag in tags.RECORDED.items()}
         scalars[tags.STEP_SECONDS] = self.run.config.batch_size / images_per_sec if images_per_sec else None
         scalars |= {f"{tags.LEARNING_RATE}/{group}": rate for group, rate in rates.items()}
         scalars |= {f"{tags.LOSS_TERMS}/{term}{tags.RAW}": loss for term, loss in metrics.losses.items()}
@@ -197,7 +182,7 @@ class RunLogger:
             proxy = metrics.hard_examples.proxy
             scalars |= {f"{tags.PROXY}/{tags.LOSS}": proxy.loss, f"{tags.PROXY}/{tags.ACCURACY}": proxy.accuracy}
         if diagnostics:
-            scalars |= {tags.LOSS_SCALE: metrics.loss_scale, **resource_usage(self.run.local_towers)}
+            scalars |= resource_usage(self.run.local_towers)
         self.tensorboard.write(TRAIN, step, {tag: value for tag, value in scalars.items() if value is not None})
         if diagnostics:
             self._write_diagnostics(step, diagnostics, agreement["towers"], bool(metrics.updated))
@@ -220,7 +205,7 @@ class RunLogger:
         return ProgressStatus(step, loss, accuracy, rate, images_per_sec, self._time_left.seconds(), self._saved_step)
 
     def truncate_after(self, step: int) -> None:
-        """Remove what was written of later steps, as on a rollback."""
+        """Remove what was written of later steps."""
         self._epoch = []
         self.metrics.keep(lambda record: record["step"] <= step)
         self.tensorboard.truncate_after(step, step if self._has_evaluations(step) else step - 1)
@@ -284,8 +269,7 @@ class RunLogger:
                 self.log(describe_score(score))
         total = format_seconds(sum(result["seconds"].values()))
         seconds = ", ".join(f"{phase} {each:.0f} s" for phase, each in result["seconds"].items() if each >= 0.5)
-        kept = f"{count(result['lost_steps'], 'step')} lost, goodput {format_number(result['goodput'], '.1f', 100)} %"
-        self.log(f"step {result['step']} after {total}: {seconds.replace('_', ' ')}; {kept}")
+        self.log(f"step {result['step']} after {total}: {seconds}")
         rate = result["images_per_sec"]
         speed = f"{format_rate(rate)} images/s" if rate else "too few steps to time"
         self.log(f"{speed}; weights sha256 {result['weights_sha256'][:16]}")
@@ -298,8 +282,8 @@ class RunLogger:
         """Write result.json and the run's row in HPARAMS; print what failed on the way."""
         if result["failed_saves"]:
             self.log(f"{count(result['failed_saves'], 'checkpoint')} could not be saved when due")
-        if result["skipped_steps"] or result["rollbacks"]:
-            self.log(f"{count(result['skipped_steps'], 'skipped step')}, {count(result['rollbacks'], 'rollback')}")
+        if result["skipped_steps"]:
+            self.log(count(result["skipped_steps"], "skipped step"))
         self._write_unwritten()
         with files.BestEffortWrites(self.directory / files.RESULT):
             files.write_json(self.directory / files.RESULT, result)
@@ -323,7 +307,7 @@ class RunLogger:
 
         The noise scale needs random examples.
         """
-        norms = (diagnostics.tower_gradient_norm / metrics.loss_scale).tolist()
+        norms = diagnostics.tower_gradient_norm.tolist()
         cosines = diagnostics.tower_gradient_cosine.tolist()
         towers = {"loss": metrics.tower_losses.tolist(), "gradient_norm": norms, "cosine": cosines}
         if len(norms) == 1 or not metrics.updated or metrics.hard_examples:
@@ -344,7 +328,7 @@ class RunLogger:
         levels = denormalize(diagnostics.images, info if self.run.config.standardize == "dataset" else None)
         picture = image(tags.INPUT_IMAGES, figures.image_grid(levels, labels, columns=4))
         self.tensorboard.write(TRAIN, step, {}, [picture])
-        self.tensorboard.write_diagnostics(step, diagnostics, self.run.activation_layers, self._weight_names)
+        self.tensorboard.write_diagnostics(step, diagnostics)
 
     def _draw(self, step: int, evaluation: Evaluation, split: Split) -> None:
         """Draw the most confident mistakes and the confusion matrix, as files and in TensorBoard; write the embedding.

@@ -61,12 +61,6 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def read_times(train_dir: Path) -> dict[str, Any]:
-    """Return what `RunLogger.write_times` wrote last; an empty object if the file is missing or damaged."""
-    try:
-        return files.read_json_if_any(train_dir / files.TIMES)
-    except DataError:
-        return {}
 
 
 @dataclasses.dataclass(frozen=True)

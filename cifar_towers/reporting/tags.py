@@ -10,8 +10,8 @@ from collections.abc import Collection
 # Training, all towers together.
 LOSS, ACCURACY, ECE = "loss", "accuracy", "ece"  # only evaluations have ECE; see `EVALUATED`
 LOSS_TERMS, RAW = "losses", " (raw)"  # add the term: `losses/<term>` is smoothed, `losses/<term> (raw)` is not
-GRADIENT_NORM, LOSS_SCALE = "health/gradient_norm", "health/loss_scale"
-SKIPPED_STEPS, ROLLBACKS = "health/skipped_steps", "health/rollbacks"
+GRADIENT_NORM = "health/gradient_norm"
+SKIPPED_STEPS = "health/skipped_steps"
 IMAGES_PER_SEC, STEP_SECONDS, INPUT_WAIT = "speed/images_per_sec", "speed/step_seconds", "speed/input_wait"
 NOISE_SCALE = "towers/gradient_noise_scale"
 LEARNING_RATE, PROXY = "learning_rate", "proxy"  # add the parameter group; `/loss` and `/accuracy`
@@ -61,7 +61,7 @@ CHARTS = {
     "health": {
         "update-to-weight ratio": [_below(UPDATE_RATIO) + "kernel"],
         "activation sparsity": [_below(SPARSITY)],
-        "skipped steps and rollbacks": [_only(SKIPPED_STEPS), _only(ROLLBACKS)],
+        "skipped steps": [_only(SKIPPED_STEPS)],
     },
     "tower agreement": {
         "loss of each tower": [_only(TOWER_LOSS)],

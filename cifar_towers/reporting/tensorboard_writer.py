@@ -40,7 +40,7 @@ from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation.score import Evaluation, Score
 from cifar_towers.reporting import figures, tags
 from cifar_towers.reporting.run_records import as_text, flatten
-from cifar_towers.training.results import StepDiagnostics
+from cifar_towers.training.diagnostics import StepDiagnostics
 
 TRAIN, EVAL, RESULT, PROJECTOR = "train", "eval", "result", "projector"  # beside one directory per tower
 NUM_THRESHOLDS = 127  # of a precision-recall curve
@@ -177,29 +177,21 @@ class TensorBoardWriter:
         for index, values in enumerate(zip(*scalars.values(), strict=True)):
             self.write(f"tower_{index}", step, dict(zip(scalars, values, strict=True)))
 
-    def write_diagnostics(
-        self, step: int, diagnostics: StepDiagnostics, layers: Sequence[str], weights: Sequence[str]
-    ) -> None:
-        """Write each layer's output and sparsity, each weight and its mean gradient, and update-to-weight ratios."""
+    def write_diagnostics(self, step: int, diagnostics: StepDiagnostics) -> None:
+        """Write each layer's output and sparsity, each weight and its mean gradient."""
         tensors = (
-            (tags.ACTIVATIONS, layers, diagnostics.activations),
-            (tags.WEIGHTS, weights, diagnostics.weights),
-            (tags.GRADIENTS, weights, diagnostics.gradients),
+            (tags.ACTIVATIONS, diagnostics.activations),
+            (tags.WEIGHTS, diagnostics.weights),
+            (tags.GRADIENTS, diagnostics.gradients),
         )
-        histograms = [
-            histogram(f"{prefix}/{name}", *values)
-            for prefix, names, stats in tensors
-            for name, *values in zip(names, stats.min, stats.max, stats.counts, strict=True)
-        ]
+        histograms = []
+        for prefix, values in tensors:
+            for name, array in values.items():
+                counts, _ = np.histogram(array, 30)
+                histograms.append(histogram(f"{prefix}/{name}", array.min(), array.max(), counts))
         scalars = {
-            f"{tags.SPARSITY}/{layer}": share
-            for layer, share in zip(layers, diagnostics.activations.zero_fraction, strict=True)
+            f"{tags.SPARSITY}/{layer}": float(np.mean(array == 0)) for layer, array in diagnostics.activations.items()
         }
-        norms = diagnostics.weights.norm, diagnostics.gradients.norm, diagnostics.update_norm
-        for name, norm, gradient_norm, update_norm in zip(weights, *norms, strict=True):
-            scalars |= {f"{tags.WEIGHT_NORM}/{name}": norm, f"{tags.WEIGHT_GRADIENT_NORM}/{name}": gradient_norm}
-            if norm:
-                scalars[f"{tags.UPDATE_RATIO}/{name}"] = update_norm / norm
         self.write(TRAIN, step, scalars, histograms)
 
     def write_class_scores(self, step: int, evaluation: Evaluation, split: Split, class_names: Sequence[str]) -> None:

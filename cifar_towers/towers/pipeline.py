@@ -32,15 +32,12 @@ class Stage(NamedTuple):
     """Consecutive layers of a model, on one device."""
 
     device: str
-    model: keras.Model  # inputs -> outputs, then activations that are no outputs; shares the whole model's layers
+    model: keras.Model  # inputs -> outputs; shares the whole model's layers
     inputs: tuple[str, ...]  # names of tensors: the images, or outputs of any earlier stage
     outputs: tuple[str, ...]  # names of tensors that a later stage needs; the logits in the last stage
-    activations: tuple[str, ...] = ()  # names of tensors that `staged_call` returns for diagnostics
 
 
-def cut_in_stages(
-    model: keras.Model, devices: Sequence[str], *, open_size: int = 32, activation_layers: Sequence[str] = ()
-) -> list[Stage]:
+def cut_in_stages(model: keras.Model, devices: Sequence[str], *, open_size: int = 32) -> list[Stage]:
     """Cut a model's layers, in the order they run, into one stage per device, so that the costliest stage costs least.
 
     The cost of a layer is an estimate: the multiply-adds of its kernels plus `ELEMENT_COST` for each element of its
@@ -50,7 +47,6 @@ def cut_in_stages(
     Args:
       devices: such as `["/GPU:0", "/GPU:1"]`, in the order of the stages; one device may have several stages.
       open_size: replaces sizes that the model leaves open (height and width of its images) when costs are estimated.
-      activation_layers: names of layers whose outputs `staged_call` returns.
 
     Raises:
       ValueError: a model without a graph of layers, with several inputs or outputs or with a layer that is called
@@ -74,10 +70,7 @@ def cut_in_stages(
         costs.append((_multiply_adds(layer, inputs, outputs) or 0) + ELEMENT_COST * elements)
     starts = cheapest_cuts(costs, len(devices))
     bounds = list(zip(starts, [*starts[1:], len(calls)], strict=True))
-    return [
-        _stage(device, calls[begin:end], calls[end:], activation_layers)
-        for device, (begin, end) in zip(devices, bounds, strict=True)
-    ]
+    return [_stage(device, calls[begin:end], calls[end:]) for device, (begin, end) in zip(devices, bounds, strict=True)]
 
 
 def staged_call(stages: Sequence[Stage], model: keras.Model) -> Callable[[Any, Any, tf.Tensor], tuple[Any, ...]]:
@@ -87,9 +80,9 @@ def staged_call(stages: Sequence[Stage], model: keras.Model) -> Callable[[Any, A
     another micro-batch. Keras masks do not pass from stage to stage.
 
     Returns:
-      (weights, non-trainable values, [B, ...] images) -> ([B, ...] logits, new non-trainable values, activations), with
-      lists of tensors in the order of `model.trainable_variables` and `model.non_trainable_variables`. A value that
-      does not change is returned as the same tensor. Changed values and activations carry no gradient.
+      (weights, non-trainable values, [B, ...] images) -> ([B, ...] logits, new non-trainable values), with lists of
+      tensors in the order of `model.trainable_variables` and `model.non_trainable_variables`. A value that does not
+      change is returned as the same tensor. Changed values carry no gradient.
     """
     kinds = model.trainable_variables, model.non_trainable_variables
     position = {id(variable): index for variables in kinds for index, variable in enumerate(variables)}
@@ -97,20 +90,19 @@ def staged_call(stages: Sequence[Stage], model: keras.Model) -> Callable[[Any, A
     non_trainable_of = [[position[id(v)] for v in stage.model.non_trainable_variables] for stage in stages]
 
     def call(weights: Sequence[tf.Tensor], non_trainable: Sequence[tf.Tensor], images: tf.Tensor) -> tuple[Any, ...]:
-        tensors, non_trainable, activations = {stages[0].inputs[0]: images}, list(non_trainable), []
+        tensors, non_trainable = {stages[0].inputs[0]: images}, list(non_trainable)
         for index, stage in enumerate(stages):
             forward = with_pinned_backward(stage.device, f"stage_{index}", functools.partial(_forward, stage))
             with tf.device(stage.device):  # for the copies that `with_pinned_backward` makes of inputs and outputs
-                outputs, stage_activations, changed = forward(
+                outputs, changed = forward(
                     [weights[i] for i in weights_of[index]],
                     [non_trainable[i] for i in non_trainable_of[index]],
                     [tensors[name] for name in stage.inputs],
                 )
             tensors |= dict(zip(stage.outputs, outputs, strict=True))
-            activations += stage_activations
             for i, value in changed.items():
                 non_trainable[non_trainable_of[index][i]] = value
-        return tensors[stages[-1].outputs[0]], non_trainable, activations
+        return tensors[stages[-1].outputs[0]], non_trainable
 
     return call
 
@@ -247,29 +239,21 @@ def _multiply_adds(
     return elements * max(map(math.prod, positions))
 
 
-def _stage(
-    device: str, calls: Sequence[LayerCall], later: Sequence[LayerCall], activation_layers: Sequence[str]
-) -> Stage:
+def _stage(device: str, calls: Sequence[LayerCall], later: Sequence[LayerCall]) -> Stage:
     """Return the stage of `calls`. Its inputs are what it does not compute, its outputs what `later` calls need."""
     computed = {name: tensor for _, _, outputs in calls for name, tensor in outputs.items()}
     inputs = {name: tensor for _, used, _ in calls for name, tensor in used.items() if name not in computed}
     needed = {name for _, used, _ in later for name in used} if later else set(calls[-1][2])
     outputs = {name: tensor for name, tensor in computed.items() if name in needed}
-    shown = [made for layer, _, made in calls if layer.name in activation_layers]
-    activations = {name: tensor for made in shown for name, tensor in made.items()}
-    model = keras.Model(list(inputs.values()), list((outputs | activations).values()))
-    return Stage(device, model, tuple(inputs), tuple(outputs), tuple(activations))
+    return Stage(device, keras.Model(list(inputs.values()), list(outputs.values())), tuple(inputs), tuple(outputs))
 
 
 def _forward(
     stage: Stage, weights: list[tf.Tensor], non_trainable: list[tf.Tensor], inputs: list[tf.Tensor]
-) -> tuple[list[tf.Tensor], list[tf.Tensor], dict[int, tf.Tensor]]:
-    """Return the outputs and activations of one stage, and its new non-trainable values by position, if changed."""
+) -> tuple[list[tf.Tensor], dict[int, tf.Tensor]]:
+    """Return the outputs of one stage, and its new non-trainable values by position, if changed."""
     tensors, new_values = stage.model.stateless_call(weights, non_trainable, inputs, training=True)
     pairs = enumerate(zip(new_values, non_trainable, strict=True))
     # the backward pass gets zeros for values that no loss uses; without stop_gradient it would compute with them
     changed = {index: tf.stop_gradient(new) for index, (new, old) in pairs if new is not old}
-    names = dict.fromkeys(stage.outputs + stage.activations)
-    by_name = dict(zip(names, keras.tree.flatten(tensors), strict=True))
-    activations = [tf.stop_gradient(by_name[name]) for name in stage.activations]
-    return [by_name[name] for name in stage.outputs], activations, changed
+    return keras.tree.flatten(tensors), changed

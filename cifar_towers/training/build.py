@@ -30,8 +30,6 @@ from cifar_towers.towers import Tower, variable_placement
 from cifar_towers.towers.devices import on_gpus
 from cifar_towers.towers.keras_parallel import check_split, synchronized_norm
 from cifar_towers.towers.pipeline import Stage, cut_in_stages, stage_placement
-from cifar_towers.towers.placement import HOST
-from cifar_towers.training.diagnostics import activation_layers
 from cifar_towers.training.distributed_step import make_mirrored_step, make_strategy
 from cifar_towers.training.losses import OWN, cross_entropy, make_loss
 from cifar_towers.training.optimizers import RoleSchedule, make_optimizer
@@ -40,7 +38,7 @@ from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import Update, make_update, select_hard_examples
 from cifar_towers.user_code import as_usage_errors, load_function, log_once, of_setting
 
-POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16", "float64": "float64"}
+POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float64": "float64"}
 NUM_EXAMPLES = 4  # in the batch that a user's function is checked with
 MAX_WHITENING_PIXELS = 5000 * 32 * 32  # at once; their patches take a hundred bytes each
 
@@ -50,14 +48,11 @@ def load_data(config: TrainConfig, source: sources.Source) -> tuple[sources.Sour
     return sources.load(source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto")
 
 
-def make_batches(
-    config: TrainConfig, train: Split, rows: tuple[int, int] | None = None, towers: Sequence[Tower] = ()
-) -> Batches:
+def make_batches(config: TrainConfig, train: Split, rows: tuple[int, int] | None = None) -> Batches:
     """Return the batches of a run over `train`.
 
     Args:
       rows: (first, count) of the rows of each batch to make here; all rows if not given.
-      towers: devices that keep the images if the config says `data_on=device`. Otherwise host memory keeps them.
 
     Raises:
       UsageError: a batch has more examples than there are.
@@ -67,8 +62,7 @@ def make_batches(
             f"hard_example_pool={config.hard_example_pool} is more than the {len(train.labels)} training examples; "
             "give --hard_example_pool=0"
         )
-    devices = [tower.device for tower in towers] if config.data_on == "device" else []
-    return Batches(train, config.examples_drawn, config.seed, config.flip, rows, devices, bool(config.augment))
+    return Batches(train, config.examples_drawn, config.seed, config.flip, rows, bool(config.augment))
 
 
 def make_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
@@ -160,7 +154,6 @@ def make_training(
     train: Split,
     length: schedules.RunLength,
     strategy: tf.distribute.Strategy | None = None,
-    load_images: Callable | None = None,
 ) -> tuple[TrainState, Update, Sequence[Tower]]:
     """Return state, step and towers of a run: shared or mirrored variables, on towers or in pipeline stages.
 
@@ -177,23 +170,29 @@ def make_training(
     if config.augment:
         own = load_augmentation(config.augment, image_size, num_classes, may_mix=not config.hard_example_pool)
         augmentation = augmentation._replace(own=own)
-    common: dict[str, Any] = {"micro_batches": config.micro_batches, "batch_statistics": config.batch_statistics}
+    options: dict[str, Any] = {
+        "micro_batches": config.micro_batches,
+        "synchronized": config.batch_statistics == "synchronized",
+    }
     try:
         if config.strategy == "mirrored":
-            strategy = make_strategy(towers, config.all_reduce)
+            strategy = make_strategy(towers)
         if strategy:
             with strategy.scope():
                 state, loss_fn = make_state_fn()
-            return state, make_mirrored_step(strategy, state, towers, loss_fn, augmentation, **common), towers
+            return (
+                state,
+                make_mirrored_step(strategy, state, towers, loss_fn, augmentation, config.micro_batches),
+                towers,
+            )
         if config.parallelism == "model":
             devices = [tower.device for tower in towers]
             with stage_placement(lambda: make_model(config, precision, train.info), devices, open_size=image_size):
                 state, loss_fn = make_state_fn()
             stages = _cut_in_stages(state, devices, image_size)
-            update = make_update(state, towers[:1], loss_fn, augmentation, stages=stages, **common)
+            options["stages"] = stages
+            update = make_update(state, towers[:1], loss_fn, augmentation, **options)
             return state, tf.function(update, autograph=False), towers[:1]
-        options = common | {"load_images": load_images}
-        options["gradient_device"] = HOST if config.gradient_device == "cpu" else ""
         with variable_placement(resolve_placement(config, towers), towers):
             state, loss_fn = make_state_fn()
             update = make_update(state, towers, loss_fn, augmentation, **options)
@@ -221,8 +220,7 @@ def _cut_in_stages(state: TrainState, devices: Sequence[str], image_size: int) -
     """Cut the model into stages, one on each device."""
     if OWN in state.loss_averages.sums:
         raise ValueError("parallelism=model cannot train a net that adds losses of its own, as regularizers do")
-    layers = [layer.name for layer in activation_layers(state.model)]
-    return cut_in_stages(state.model, devices, open_size=image_size, activation_layers=layers)
+    return cut_in_stages(state.model, devices, open_size=image_size)
 
 
 def proxy_config(config: TrainConfig) -> TrainConfig:
@@ -270,7 +268,7 @@ def make_state(
         total_steps=length.total,
         is_speednet=model_spec(config.model).is_speednet,
     )
-    state = TrainState(model, optimizer, terms, length.total, config.ema_decay, config.lookahead, precision=precision)
+    state = TrainState(model, optimizer, terms, length.total, config.ema_decay, config.lookahead)
     return state, loss_fn
 
 
@@ -281,17 +279,12 @@ def role_schedules(config: TrainConfig, length: schedules.RunLength) -> dict[str
     whitening_steps = math.ceil(schedules.to_steps(config.whitening_epochs, length.steps_per_epoch))
     bias_rate = config.bias_learning_rate or config.learning_rate
     whitening_rate = config.whitening_learning_rate or bias_rate
-    roles = {
+    return {
         "kernels": RoleSchedule(config.learning_rate, factor),
         "biases": RoleSchedule(bias_rate, factor),
         "head": RoleSchedule(config.head_learning_rate or config.learning_rate, factor),
         "whitening": RoleSchedule(whitening_rate, lambda step: 1 - step / whitening_steps, whitening_steps),
     }
-    if config.freeze_first_group:
-        end = math.ceil(schedules.to_steps(config.freeze_first_group, length.total))
-        for role, rate in {"first_kernels": config.learning_rate, "first_biases": bias_rate}.items():
-            roles[role] = RoleSchedule(rate, lambda step: factor(step / config.freeze_first_group), end)
-    return roles
 
 
 # An augmentation and a loss of the user's own: load the function, and check what it returns before training -----------

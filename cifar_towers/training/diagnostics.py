@@ -1,23 +1,75 @@
-"""Diagnostics of a step: tensor statistics, norms and cosines, computed in the training graph on summary steps only.
-
-They stand behind `tf.cond` in the graph that trains: they change no bit of the training, and other steps pay nothing
-for them. Statistics are computed on the device of their tensor; only the results travel.
-"""
+"""Diagnostics of a summary step, computed with NumPy from the gradients that the step returns."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from cifar_towers.data.augment import Augmentation
 from cifar_towers.models import layers
-from cifar_towers.training.results import NUM_BUCKETS, TensorStats
+from cifar_towers.towers import Tower
+from cifar_towers.towers.keras_parallel import first_call, variable_values
+from cifar_towers.training.results import StepMetrics
+from cifar_towers.training.step_runner import FinishedStep
 
-NUM_EXAMPLES = 64  # of the final tower's shard, whose activations are measured
-NUM_IMAGES = 16  # of these, that are returned
+NUM_EXAMPLES = 64  # whose activations are measured
+NUM_IMAGES = 16  # of these, that are shown
 NONLINEAR = tuple(
     getattr(keras.layers, name) for name in ("Activation", "ReLU", "LeakyReLU", "PReLU", "ELU", "Softmax")
 )
+
+
+class StepDiagnostics(NamedTuple):
+    """The diagnostics of a summary step."""
+
+    images: np.ndarray  # [n, S, S, 3] images of the final tower of this process, as the model sees them
+    labels: np.ndarray  # [n] labels of these images
+    activations: dict[str, np.ndarray]  # outputs of the `activation_layers` for the first examples of that tower
+    weights: dict[str, np.ndarray]  # trained variables after the step
+    gradients: dict[str, np.ndarray]  # mean gradients of these variables
+    tower_gradient_norm: np.ndarray  # [K] norm of each tower's gradient
+    tower_gradient_cosine: np.ndarray  # [K] cosine between each tower's gradient and the mean gradient
+
+
+def make_diagnose_fn(
+    model: keras.Model, augmentation: Augmentation, towers: Sequence[Tower]
+) -> Callable[[FinishedStep], StepDiagnostics]:
+    """Return the function that computes the diagnostics of a finished step.
+
+    Call it before the next step starts: it reads the weights.
+
+    Args:
+      towers: those of this process.
+    """
+    measured = activation_layers(model)
+    outputs = [first_call(model, layer).output_tensors[0] for layer in measured]
+    activations_of = keras.Model(model.input, outputs) if measured else None
+
+    def diagnose(finished: FinishedStep) -> StepDiagnostics:
+        batch, metrics = finished.batch, finished.metrics
+        start = len(batch.labels) * (len(towers) - 1) // len(towers)
+        first = tf.nest.map_structure(lambda tensor: tensor[start : start + NUM_EXAMPLES], batch)
+        values: Sequence = []
+        with tf.device(towers[-1].device):
+            images = augmentation.augment(first.images, first.draws, finished.image_size)
+            if activations_of:
+                values, _ = activations_of.stateless_call(*variable_values(activations_of), images, training=True)
+        names = [variable.path for variable in model.trainable_variables]
+        gradients = {name: g for name, g in zip(names, metrics.gradients, strict=True) if g is not None}
+        norms, cosines = tower_agreement(metrics)
+        return StepDiagnostics(
+            images=_as_float32(images)[:NUM_IMAGES],
+            labels=first.labels.numpy()[:NUM_IMAGES],
+            activations={layer.name: _as_float32(v) for layer, v in zip(measured, values, strict=False)},
+            weights={variable.path: _as_float32(variable.value) for variable in model.trainable_variables},
+            gradients=gradients,
+            tower_gradient_norm=norms,
+            tower_gradient_cosine=cosines,
+        )
+
+    return diagnose
 
 
 def activation_layers(model: keras.Model) -> list[keras.layers.Layer]:
@@ -36,112 +88,21 @@ def activation_layers(model: keras.Model) -> list[keras.layers.Layer]:
     return [layer for layer in measured if not isinstance(layer, keras.Model)]  # a nested model has a graph of its own
 
 
-def cond_or_zeros(condition: tf.Tensor, compute: Callable[[], Any], specs: Any) -> Any:
-    """Return `compute()`, a structure of these `tf.TensorSpec`s, if `condition` ([] bool) holds, otherwise zeros."""
-
-    def computed():
-        return tf.nest.map_structure(lambda spec, value: tf.ensure_shape(value, spec.shape), specs, compute())
-
-    def zeros():
-        return tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), specs)
-
-    with tf.name_scope("diagnostics"):
-        return tf.cond(condition, computed, zeros)
+def tower_agreement(metrics: StepMetrics) -> tuple[np.ndarray, np.ndarray]:
+    """Return each tower's gradient norm [K], and the cosine [K] between its gradient and the mean gradient."""
+    mean = _flatten(metrics.gradients, metrics.gradients)
+    towers = [_flatten(gradients, metrics.gradients) for gradients in metrics.tower_gradients]
+    norms = np.array([np.linalg.norm(tower) for tower in towers])
+    products = norms * np.linalg.norm(mean)
+    cosines = np.array([tower @ mean for tower in towers])
+    return norms, np.divide(cosines, products, out=np.zeros_like(products), where=products > 0)
 
 
-def forward_diagnostics(
-    collect: tf.Tensor, images: tf.Tensor, labels: tf.Tensor, activations: Sequence[tf.Tensor]
-) -> tuple[tf.Tensor, tf.Tensor, TensorStats]:
-    """Return the first three fields of `StepDiagnostics`: images, labels, and statistics of activations [B, ...]."""
-    count = min(NUM_IMAGES, images.shape[0])
-
-    def compute():
-        return tf.cast(images[:count], tf.float32), tensor_stats([a[:NUM_EXAMPLES] for a in activations])
-
-    specs = tf.TensorSpec([count, *images.shape[1:]]), _stats_specs(len(activations))
-    inputs, stats = cond_or_zeros(collect, compute, specs)
-    return inputs, labels[:count], stats
+def _flatten(gradients: Sequence[np.ndarray | None], means: Sequence[np.ndarray | None]) -> np.ndarray:
+    """Return a tower's gradients as one vector, with zeros where other towers alone have a gradient."""
+    pairs = [(own, mean) for own, mean in zip(gradients, means, strict=True) if mean is not None]
+    return np.concatenate([np.ravel(np.zeros_like(mean) if own is None else own) for own, mean in pairs]).astype(float)
 
 
-def update_diagnostics(
-    collect: tf.Tensor, gradients: Sequence[tuple], updates: Sequence[tuple]
-) -> tuple[TensorStats, TensorStats, tf.Tensor]:
-    """Return the last three fields of `StepDiagnostics`: statistics of weights and gradients, and norms of the updates.
-
-    Call this function before the variables are assigned.
-
-    Args:
-      gradients: N x (mean gradient, variable). updates: pairs (variable, new value).
-    """
-    new_values = {id(variable): value for variable, value in updates}
-    values = [tf.convert_to_tensor(variable) for _, variable in gradients]
-    devices = [variable.device for _, variable in gradients]
-
-    def compute():
-        dense, norms = [], []
-        for (gradient, variable), value in zip(gradients, values, strict=True):
-            with tf.device(variable.device):
-                dense.append(tf.zeros_like(value) if gradient is None else tf.convert_to_tensor(gradient))
-                norms.append(tf.cast(tf.norm(new_values.get(id(variable), value) - value), tf.float32))
-        return tensor_stats(values, devices), tensor_stats(dense, devices), tf.stack(norms)
-
-    stats = _stats_specs(len(gradients))
-    return cond_or_zeros(collect, compute, (stats, stats, tf.TensorSpec([len(gradients)])))
-
-
-def tower_gradient_stats(
-    collect: tf.Tensor, tower_gradients: Sequence[Sequence[tf.Tensor | None]], mean_gradients: Sequence[tuple]
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return each tower's gradient norm [K], and the cosine [K] between its gradient and the mean gradient.
-
-    Args:
-      tower_gradients: K x N gradients. mean_gradients: N x (mean gradient, variable).
-    """
-
-    def compute():
-        stats = [_norm_and_cosine(gradients, mean_gradients) for gradients in tower_gradients]
-        return tuple(map(tf.stack, zip(*stats, strict=True)))
-
-    spec = tf.TensorSpec([len(tower_gradients)])
-    return cond_or_zeros(collect, compute, (spec, spec))
-
-
-def _norm_and_cosine(
-    gradients: Sequence[tf.Tensor | None], mean_gradients: Sequence[tuple]
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return a gradient's norm and its cosine to the mean, over all variables; products are taken beside each."""
-    products = []
-    for own, (mean, variable) in zip(gradients, mean_gradients, strict=True):
-        if own is not None and mean is not None:
-            with tf.device(variable.device):
-                own, mean = (tf.cast(tf.convert_to_tensor(g), tf.float32) for g in (own, mean))
-                products.append(tf.stack([tf.reduce_sum(a * b) for a, b in ((own, own), (own, mean), (mean, mean))]))
-    own_own, own_mean, mean_mean = tf.unstack(tf.add_n(products))
-    return tf.sqrt(own_own), tf.math.divide_no_nan(own_mean, tf.sqrt(own_own) * tf.sqrt(mean_mean))
-
-
-def tensor_stats(tensors: Sequence[tf.Tensor], devices: Sequence[str] = ()) -> TensorStats:
-    """Return statistics of N tensors, each computed on its own of N `devices` if they are given."""
-    packed = []
-    for index, tensor in enumerate(tensors):
-        with tf.device(devices[index] if devices else ""):
-            packed.append(_packed_stats(tf.cast(tf.reshape(tensor, [-1]), tf.float32)))
-    rows = tf.stack(packed) if packed else tf.zeros([0, 4 + NUM_BUCKETS])
-    return TensorStats._make([*tf.unstack(rows[:, :4], axis=1), rows[:, 4:]])
-
-
-@tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.float32)])
-def _packed_stats(values: tf.Tensor) -> tf.Tensor:
-    """Return the fields of `TensorStats` as one [4 + NUM_BUCKETS] tensor: one copy between devices, one trace."""
-    values = tf.where(tf.math.is_finite(values), values, 0.0)
-    low, high = tf.reduce_min(values), tf.reduce_max(values)
-    end = tf.where(high > low, high, low + tf.maximum(1.0, tf.abs(low)))
-    counts = tf.histogram_fixed_width(values, tf.stack([low, end]), NUM_BUCKETS)
-    zeros = tf.reduce_mean(tf.cast(tf.equal(values, 0.0), tf.float32))
-    return tf.concat([tf.stack([low, high, zeros, tf.norm(values)]), tf.cast(counts, tf.float32)], 0)
-
-
-def _stats_specs(count: int) -> TensorStats:
-    """Return the shapes of `tensor_stats` for `count` tensors."""
-    each = tf.TensorSpec([count])
-    return TensorStats(each, each, each, each, tf.TensorSpec([count, NUM_BUCKETS]))
+def _as_float32(values: tf.Tensor) -> np.ndarray:
+    return tf.cast(values, tf.float32).numpy()

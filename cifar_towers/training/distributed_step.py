@@ -13,50 +13,31 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.devices import make_towers, on_gpus
-from cifar_towers.training.diagnostics import tower_gradient_stats
 from cifar_towers.training.results import StepMetrics
 from cifar_towers.training.state import TrainState, UpdateResult
 from cifar_towers.training.step import TowerResult, Update, all_finite, make_step_metrics, make_tower_fn
 
 MEAN, SUM = tf.distribute.ReduceOp.MEAN, tf.distribute.ReduceOp.SUM
-CROSS_DEVICE_OPS = {
-    "nccl": tf.distribute.NcclAllReduce,
-    "hierarchical": tf.distribute.HierarchicalCopyAllReduce,
-    "one_device": tf.distribute.ReductionToOneDevice,
-}
 
 
-def make_strategy(towers: Sequence[Tower], all_reduce: str = "auto") -> tf.distribute.MirroredStrategy:
+def make_strategy(towers: Sequence[Tower]) -> tf.distribute.MirroredStrategy:
     """Return a mirrored strategy over the towers' devices.
 
-    `nccl` and `hierarchical` reduce over the GPUs' links. `one_device` adds up on the first device and copies back.
-    `auto` is `nccl` for several towers on a GPU each, otherwise `one_device`.
-
-    Raises:
-      ValueError: NCCL for towers that do not have a GPU each, or a hierarchical reduction of an odd number of towers.
+    Several towers that have a GPU each are joined by NCCL. Otherwise the first device adds up and copies back.
     """
-    own_gpus = on_gpus(towers) and len(towers) <= len(tf.config.get_visible_devices("GPU"))
-    if all_reduce == "nccl" and not own_gpus:
-        raise ValueError(
-            f"all_reduce=nccl joins GPUs, and not each of the {len(towers)} towers has one; take auto or one_device"
-        )
-    if all_reduce == "hierarchical" and len(towers) > 1 and len(towers) % 2:  # TensorFlow would leave the last one out
-        raise ValueError(
-            f"all_reduce=hierarchical halves the towers, and {len(towers)} are odd; take auto or one_device"
-        )
-    if all_reduce == "auto":
-        all_reduce = "nccl" if own_gpus and len(towers) > 1 else "one_device"
-    return tf.distribute.MirroredStrategy([tower.device for tower in towers], CROSS_DEVICE_OPS[all_reduce]())
+    own_gpus = on_gpus(towers) and 1 < len(towers) <= len(tf.config.get_visible_devices("GPU"))
+    all_reduce = tf.distribute.NcclAllReduce() if own_gpus else tf.distribute.ReductionToOneDevice()
+    return tf.distribute.MirroredStrategy([tower.device for tower in towers], all_reduce)
 
 
 def make_multi_worker_strategy(
-    addresses: Sequence[str], index: int, num_gpus: int = 0, all_reduce: str = "auto", **device_options
+    addresses: Sequence[str], index: int, num_gpus: int = 0, **device_options
 ) -> tuple[tf.distribute.MultiWorkerMirroredStrategy, list[Tower]]:
     """Return a strategy that joins W processes, and the towers of all, in the order of the workers.
 
     The call waits for all workers, at [W] `addresses` as host:port. Each worker opens a port without authentication, on
-    every interface of its machine. It has `num_gpus` towers; 0 is one for each GPU, or one on the CPU. `all_reduce` is
-    `ring` over the network, `nccl` between GPUs, or `auto`. `device_options` are those of `make_towers`.
+    every interface of its machine. It has `num_gpus` towers; 0 is one for each GPU, or one on the CPU. `device_options`
+    are those of `make_towers`.
 
     Raises:
       ValueError: more towers than TensorFlow lets a worker have, or GPUs that are not there.
@@ -65,16 +46,13 @@ def make_multi_worker_strategy(
     if num_gpus > max(gpus, 1):
         have = f"{gpus} GPUs" if gpus else "no GPU, and a worker's CPU is one tower"
         raise ValueError(f"num_gpus={num_gpus}: this worker has {have}; start more workers instead")
-    if not gpus and (all_reduce == "nccl" or (num_gpus and not device_options.get("soft_placement", True))):
-        asked = "all_reduce=nccl" if all_reduce == "nccl" else f"num_gpus={num_gpus}"
-        raise ValueError(f"{asked} asks for GPUs, and this worker has none; leave it")
+    if not gpus and num_gpus and not device_options.get("soft_placement", True):
+        raise ValueError(f"num_gpus={num_gpus} asks for GPUs, and this worker has none; leave it")
     make_towers(num_gpus, multi_worker=True, **device_options)
-    implementation = getattr(tf.distribute.experimental.CommunicationImplementation, all_reduce.upper())
     strategy = tf.distribute.MultiWorkerMirroredStrategy(
         tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec({"worker": list(addresses)}), task_type="worker", task_id=index, rpc_layer="grpc"
-        ),
-        tf.distribute.experimental.CommunicationOptions(implementation=implementation),
+        )
     )
     mine = strategy.extended.worker_devices
     everyone = [
@@ -89,14 +67,12 @@ def make_mirrored_step(
     towers: Sequence[Tower],
     loss_fn: Callable,
     augmentation: Augmentation,
-    *,
     micro_batches: int = 1,
-    batch_statistics: str = "mean",
 ) -> Update:
     """Return the training step of K towers, which are the strategy's replicas; see `make_update` for its arguments.
 
     If other processes have some of the towers, the step takes this process's part of the batch. Its metrics cover all
-    towers; its diagnostics cover this process's towers. The step then also takes a `stop_signal`, and returns the
+    towers, but `tower_gradients` those of this process alone. The step then also takes a `stop_signal`, and returns the
     largest of all.
 
     Args:
@@ -105,26 +81,17 @@ def make_mirrored_step(
     tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches)
     local_towers = towers_here(strategy, towers)
 
-    def on_replica(shards: Sequence[Batch], groups: frozenset[str], image_size: int, collect, stop_signal):
+    def on_replica(shards: Sequence[Batch], groups: frozenset[str], image_size: int, stop_signal):
         """Run the tower of this replica, then exchange its result with the other replicas."""
         context = tf.distribute.get_replica_context()
         tower = towers[int(tf.get_static_value(context.replica_id_in_sync_group))]
         with tf.name_scope(tower.name):
-            result = tower_fn(tower, shards[local_towers.index(tower)], groups, image_size, collect)
+            result = tower_fn(tower, shards[local_towers.index(tower)], groups, image_size)
         own_gradients, floating = result.gradients, [_if_floating(value) for value in result.non_trainable]
         with tf.name_scope("all_reduce"):  # the replicas meet here
-            if batch_statistics == "final":
-                (gradients,) = _all_reduce(context, MEAN, own_gradients)
-                reduced = _from_final(context, floating, tower, len(towers))
-            else:
-                gradients, reduced = _all_reduce(context, MEAN, own_gradients, floating)
+            gradients, reduced = _all_reduce(context, own_gradients, floating)
             scalars = result.losses, result.num_correct, result.nonfinite_index
             scalars, signals = _all_gather(context, (scalars, stop_signal), tower, len(towers))
-        tower_stats = None
-        if collect is not None:
-            tower_stats = tower_gradient_stats(
-                collect, [own_gradients], list(zip(gradients, state.weights, strict=True))
-            )
         losses, num_correct, nonfinite_index = scalars  # [K] each: those of all towers
         exchanged = result._replace(
             losses=losses,
@@ -133,30 +100,27 @@ def make_mirrored_step(
             num_correct=num_correct,
             nonfinite_index=nonfinite_index,
         )
-        return exchanged, tower_stats, None if signals is None else tf.reduce_max(signals)
+        return exchanged, own_gradients, None if signals is None else tf.reduce_max(signals)
 
-    def update_replica(_, gradients, non_trainable, losses, learning_rates, finite, collect) -> UpdateResult:
+    def update_replica(_, gradients, non_trainable, losses, learning_rates, finite) -> UpdateResult:
         pairs = list(zip(gradients, state.weights, strict=True))
-        return state.apply(pairs, non_trainable, losses, learning_rates, finite, collect)
+        return state.apply(pairs, non_trainable, losses, learning_rates, finite)
 
     @tf.function(autograph=False)
-    def train_step(batch, learning_rates, image_size=0, collect_diagnostics=None, stop_signal=None) -> StepMetrics:
-        args = split_batch(batch, local_towers), frozenset(learning_rates), image_size, collect_diagnostics, stop_signal
-        reduced, tower_stats, signal = strategy.run(on_replica, args)
-        local = _by_replica(strategy, (reduced._replace(gradients=[], non_trainable=[]), tower_stats, signal))
-        results = _tower_results(local[0][0], len(towers), local[-1][0].diagnostics)
-        losses, finite = results[-1].losses, all_finite(results)
+    def train_step(batch, learning_rates, image_size=0, stop_signal=None) -> StepMetrics:
+        args = split_batch(batch, local_towers), frozenset(learning_rates), image_size, stop_signal
+        reduced, own_gradients, signal = strategy.run(on_replica, args)
+        local = _by_replica(strategy, (reduced._replace(non_trainable=[]), own_gradients, signal))
+        results = _tower_results(local[0][0], len(towers))
         updated = strategy.extended.update(
             state.step,
             update_replica,
-            args=(reduced.gradients, reduced.non_trainable, losses, learning_rates, finite, collect_diagnostics),
+            args=(reduced.gradients, reduced.non_trainable, results[-1].losses, learning_rates, all_finite(results)),
         )
-        if collect_diagnostics is not None:
-            local_stats = [replica_stats for _, replica_stats, _ in local]
-            tower_stats = tf.nest.map_structure(lambda *values: tf.concat(values, 0), *local_stats)
+        gradients = list(zip(local[0][0].gradients, state.weights, strict=True))
         num_examples = batch.labels.shape[0] * len(towers) // len(local_towers)
-        metrics = make_step_metrics(results, _by_replica(strategy, updated)[0], tower_stats, num_examples)
-        return metrics._replace(stop_signal=local[0][2])
+        metrics = make_step_metrics(results, gradients, _by_replica(strategy, updated)[0], num_examples)
+        return metrics._replace(tower_gradients=[own for _, own, _ in local], stop_signal=local[0][2])
 
     return train_step
 
@@ -171,13 +135,10 @@ def _if_floating(value: tf.Tensor | None) -> tf.Tensor | None:
     return value if value is not None and value.dtype.is_floating else None
 
 
-def _all_reduce(context, operation: tf.distribute.ReduceOp, *lists: Sequence) -> list[list]:
-    """Return the sums or means over all replicas of the tensors in some lists; None stays None.
-
-    The lists are of gradients, of batch statistics, or of both.
-    """
+def _all_reduce(context, *lists: Sequence) -> list[list]:
+    """Return the means over all replicas of the tensors in lists of gradients and batch statistics; None stays None."""
     present = [tensor for tensors in lists for tensor in tensors if tensor is not None]
-    reduced = iter(context.all_reduce(operation, present) if present else ())
+    reduced = iter(context.all_reduce(MEAN, present) if present else ())
     return [[None if tensor is None else next(reduced) for tensor in tensors] for tensors in lists]
 
 
@@ -193,22 +154,14 @@ def _all_gather(context, scalars: Any, tower: Tower, num_towers: int) -> Any:
     return tf.nest.pack_sequence_as(scalars, [None if leaf is None else next(columns) for leaf in leaves])
 
 
-def _from_final(context, values: Sequence, tower: Tower, num_towers: int) -> list:
-    """Return the final replica's tensors on all replicas; None stays None."""
-    final = tower.index == num_towers - 1
-    own = [None if value is None else value if final else tf.zeros_like(value) for value in values]
-    (sums,) = _all_reduce(context, SUM, own)
-    return sums
-
-
-def _tower_results(gathered: TowerResult, num_towers: int, final_diagnostics: tuple | None) -> list[TowerResult]:
+def _tower_results(gathered: TowerResult, num_towers: int) -> list[TowerResult]:
     """Return K results without gradients, as the metrics need them, from one whose scalars are [K]."""
     scalars = gathered.losses, gathered.num_correct, gathered.nonfinite_index
     results = []
     for index in range(num_towers):
         losses, num_correct, nonfinite_index = tf.nest.map_structure(lambda values, index=index: values[index], scalars)
         results.append(TowerResult(losses, [], [], num_correct, tf.cast(nonfinite_index, tf.int32)))
-    return [*results[:-1], results[-1]._replace(diagnostics=final_diagnostics)]
+    return results
 
 
 def _by_replica(strategy: tf.distribute.Strategy, values: Any) -> list:

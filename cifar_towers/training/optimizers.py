@@ -1,7 +1,7 @@
 """Optimizers: update rules over parameter groups, from mean gradients to new values, which the caller assigns.
 
 An optimizer is a pair of update rules, and its name one of `registry.OPTIMIZERS`. A parameter group has a role:
-kernels, biases, the head, whitening filters, or the kernels and biases of the first group of convolutions.
+kernels, biases, the head, or whitening filters.
 """
 
 import functools
@@ -15,7 +15,6 @@ import tensorflow as tf
 from cifar_towers.towers.placement import pin_to_device
 
 Updates = list[tuple[tf.Variable, tf.Tensor]]  # (variable, new value)
-FIRST_GROUP = "group1_"  # begins the names of the layers in a speednet's first group of convolutions
 
 
 class Momentum:
@@ -60,8 +59,7 @@ class AdamW:
     def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
         """Return new values of one variable and its two averages; `step` corrects the bias of the first steps.
 
-        `step` counts skipped steps too. If the first steps are skipped, as with float16 until its loss scale fits, the
-        correction is too small and the first updates are shorter.
+        `step` counts skipped steps too.
         """
         variable, mean, square = self.variables[index], self.slots["mean"][index], self.slots["square"][index]
         count = tf.cast(step + 1, variable.dtype)
@@ -148,10 +146,10 @@ class Optimizer:
     def __init__(self, groups: Sequence[ParamGroup]):
         self.groups = [group for group in groups if group.rule.variables]
 
-    def learning_rates(self, step: int, factor: float = 1.0) -> dict[str, float]:
-        """Return the learning rate, times `factor`, of each active group in the update from `step` to `step + 1`."""
+    def learning_rates(self, step: int) -> dict[str, float]:
+        """Return the learning rate of each active group in the update from `step` to `step + 1`."""
         active = [group for group in self.groups if step < group.schedule.frozen_from_step]
-        return {group.name: factor * group.schedule.learning_rate(step) for group in active}
+        return {group.name: group.schedule.learning_rate(step) for group in active}
 
     def active_variables(self, group_names: Container[str]) -> list[tf.Variable]:
         return [variable for group in self.groups if group.name in group_names for variable in group.rule.variables]
@@ -222,7 +220,7 @@ def make_optimizer(
     if name not in rules:
         raise ValueError(f"optimizer={name} is not one of {', '.join(rules)}")
     of_kernels, of_others = rules[name]
-    variables = split_by_role(model, is_speednet, first_group="first_kernels" in schedules)
+    variables = split_by_role(model, is_speednet)
     if unscheduled := [role for role, found in variables.items() if found and role not in schedules]:
         raise ValueError(
             f"variables of the roles {', '.join(unscheduled)} have no learning rate, and would not be trained"
@@ -230,14 +228,12 @@ def make_optimizer(
     groups = []
     for role, schedule in schedules.items():
         decay = weight_decay * learning_rate / schedule.peak_rate if schedule.peak_rate else 0.0
-        make_rule = of_kernels if role.removeprefix("first_") == "kernels" else of_others
+        make_rule = of_kernels if role == "kernels" else of_others
         groups.append(ParamGroup(role, make_rule(variables[role], weight_decay=decay), schedule))
     return Optimizer(groups)
 
 
-def split_by_role(
-    model: keras.Model, is_speednet: bool = False, first_group: bool = False
-) -> dict[str, list[tf.Variable]]:
+def split_by_role(model: keras.Model, is_speednet: bool = False) -> dict[str, list[tf.Variable]]:
     """Return the trained variables of each role. A variable of at most one axis is a bias.
 
     The head is the last kernel with an output for each class. In a net with a `call` of its own, the last kernel may
@@ -245,14 +241,11 @@ def split_by_role(
 
     Args:
       is_speednet: give variables of the layer `whitening` the role `whitening`. In other nets a name means nothing.
-      first_group: give the speednet's first group of convolutions the roles `first_kernels` and `first_biases`.
     """
     kernels = [v for v in model.trainable_variables if len(v.shape) > 1]
     heads = [v for v in kernels if v.shape[-1] == model.output_shape[-1]] or kernels
     head = heads[-1] if heads else None
     roles: dict[str, list[tf.Variable]] = {"kernels": [], "biases": [], "head": [], "whitening": []}
-    if first_group:
-        roles |= {"first_kernels": [], "first_biases": []}
     for variable in model.trainable_variables:
         if is_speednet and variable.path.startswith("whitening/"):
             role = "whitening"
@@ -260,8 +253,6 @@ def split_by_role(
             role = "head"
         else:
             role = "kernels" if len(variable.shape) > 1 else "biases"
-            if is_speednet and first_group and variable.path.startswith(FIRST_GROUP):
-                role = f"first_{role}"
         roles[role].append(variable.value)
     return roles
 

@@ -1,8 +1,8 @@
-"""Everything a run carries from step to step: variables, slots, moving averages and the loss scale of float16."""
+"""Everything a run carries from step to step: variables, slots, and moving averages."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -10,7 +10,6 @@ import tensorflow as tf
 from cifar_towers.data.batches import RandomDraws
 from cifar_towers.towers.keras_parallel import is_seed_generator_state
 from cifar_towers.towers.placement import HOST, pin_to_device
-from cifar_towers.training.diagnostics import update_diagnostics
 from cifar_towers.training.losses import SmoothedLosses
 from cifar_towers.training.optimizers import Optimizer, Updates, make_slot, variable_name
 
@@ -22,10 +21,8 @@ class UpdateResult(NamedTuple):
 
     updated: tf.Tensor  # bool: the variables were updated; otherwise the step was skipped
     nonfinite_index: tf.Tensor  # index in `TrainState.update_names` of the first non-finite new value, or -1
-    gradient_norm: tf.Tensor  # of the unscaled mean gradient, before weight decay; for `NoiseScale`
+    gradient_norm: tf.Tensor  # of the mean gradient, before weight decay; for `NoiseScale`
     smoothed_losses: dict[str, tf.Tensor]
-    loss_scale: tf.Tensor  # of this step
-    diagnostics: Any  # as `update_diagnostics` returns them, or None
 
 
 class TrainState:
@@ -47,7 +44,6 @@ class TrainState:
         total_steps: int,
         ema_decay: float = 0.0,
         lookahead: bool = False,
-        precision: str = "float32",
     ):
         self.model, self.optimizer = model, optimizer
         self.proxy: TrainState | None = None
@@ -63,7 +59,6 @@ class TrainState:
         self.ema = ExponentialMovingAverage(self.weights + self.non_trainable, ema_decay)
         self.lookahead = Lookahead(self.weights + self.non_trainable, total_steps, lookahead)
         self.loss_averages = SmoothedLosses(loss_terms)
-        self.loss_scale = LossScale(precision)
 
     def read_variables(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Return (weights, non-trainable values) as tensors, read where the variables are placed."""
@@ -87,23 +82,19 @@ class TrainState:
         losses: Mapping[str, tf.Tensor],
         learning_rates: Mapping[str, tf.Tensor],
         finite: tf.Tensor,
-        collect_diagnostics: tf.Tensor | None = None,
     ) -> UpdateResult:
-        """Update the variables, then the averages, then the loss scale and the step counter.
+        """Update the variables, then the averages, then the step counter.
 
         A step is skipped unless the towers' results and all new values are finite. It then changes no weight, slot,
-        non-trainable variable or average. Only the step counter advances, and the loss scale of float16 adapts. With
-        lookahead, the last step of the schedule sets the weights to the slow weights even if it is skipped.
+        non-trainable variable or average. Only the step counter advances. With lookahead, the last step of the schedule
+        sets the weights to the slow weights even if it is skipped.
 
         Args:
-          gradients: N x (mean gradient of the scaled loss, variable).
+          gradients: N x (mean gradient, variable).
           non_trainable: a new value for each of the model's, or None to leave it.
           losses: the final tower's, by term. learning_rates: by active parameter group.
-          finite: [] bool. If it is False, the step is skipped: a result of a tower is not finite, or in a verified step
-            a tower's bytes are not the expected ones.
+          finite: [] bool, whether all results of the towers are finite.
         """
-        loss_scale = self.loss_scale.value()
-        gradients = self.loss_scale.unscale(gradients)
         gradient_norm = tf.linalg.global_norm(
             [gradient if gradient is None else tf.convert_to_tensor(gradient) for gradient, _ in gradients]
         )  # of sparse gradients, TensorFlow would take the norm of rows that are to be added
@@ -112,9 +103,6 @@ class TrainState:
             nonfinite_index = self._first_nonfinite(updates)
             with tf.device(self.step.device):
                 updated = tf.logical_and(finite, nonfinite_index < 0)
-            diagnostics = None
-            if collect_diagnostics is not None:
-                diagnostics = update_diagnostics(collect_diagnostics, gradients, updates)
             for variable, value in updates:
                 with tf.device(variable.device):
                     variable.assign(tf.where(updated, value, variable))
@@ -123,15 +111,12 @@ class TrainState:
                 steps_done = self.step + 1
             self.lookahead.update(steps_done, updated)
             self.ema.update(steps_done, updated)
-        self.loss_scale.adapt(finite)
         self.step.assign_add(1)
         return UpdateResult(
             updated=updated,
             nonfinite_index=nonfinite_index,
             gradient_norm=gradient_norm,
             smoothed_losses=self.loss_averages.update(losses, updated),
-            loss_scale=loss_scale,
-            diagnostics=diagnostics,
         )
 
     def _compute_updates(
@@ -171,7 +156,6 @@ class TrainState:
             named |= {f"{prefix}.{path}": v for path, v in zip(paths, averages, strict=False)}
         named |= {f"optimizer.{name}": v for name, v in self.optimizer.slots().items()}
         named |= {f"loss_average.{term.replace('/', '.')}": v for term, v in self.loss_averages.sums.items()}
-        named |= {f"loss_scale.{name}": v for name, v in self.loss_scale.variables.items()}
         if self.proxy:
             named |= {f"proxy.{name}": v for name, v in self.proxy.named_variables().items()}
         return named | {"loss_average.weight": self.loss_averages.weight, "step": self.step}
@@ -265,57 +249,3 @@ class Lookahead:
             return tf.constant(True)
 
         tf.cond(due, synchronize, lambda: tf.constant(False))
-
-
-class LossScale:
-    """Factor of the loss that keeps small float16 gradients from vanishing; gradients are divided by it again.
-
-    With float16 the scale doubles after 2,000 good steps. It halves when a tower overflows, in a step that is skipped.
-    With other precisions the scale is 1 and none of this is in the graph.
-    Source: P. Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740.
-    """
-
-    INITIAL, GROWTH_STEPS = 2.0**15, 2000
-
-    def __init__(self, precision: str):
-        self.dynamic = precision == "float16"
-        self.variables: dict[str, tf.Variable] = {}
-        if self.dynamic:
-            with pin_to_device(HOST):
-                self.scale = tf.Variable(self.INITIAL, trainable=False, name="loss_scale")
-                self.good_steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="good_steps")
-            self.variables = {"scale": self.scale, "good_steps": self.good_steps}
-
-    def value(self) -> tf.Tensor:
-        """Return the current scale, float32."""
-        return tf.convert_to_tensor(self.scale) if self.dynamic else tf.constant(1.0)
-
-    def can_shrink(self, scale: float) -> bool:
-        """Return whether a smaller scale may still prevent the overflow of a step that had this `scale`."""
-        return self.dynamic and scale / 2 > 1
-
-    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-        """Return the loss to differentiate."""
-        return loss * self.scale if self.dynamic else loss
-
-    def unscale(self, gradients: list[tuple]) -> list[tuple]:
-        """Return N x (gradient, variable) as if the loss had not been scaled."""
-        if not self.dynamic:
-            return gradients
-        results = []
-        for gradient, variable in gradients:
-            with tf.device(variable.device):
-                gradient = None if gradient is None else gradient / tf.cast(self.scale, gradient.dtype)
-            results.append((gradient, variable))
-        return results
-
-    def adapt(self, finite: tf.Tensor) -> None:
-        """Grow or shrink the scale after a step in which all results of the towers were `finite`, or not."""
-        if not self.dynamic:
-            return
-        with tf.device(self.scale.device):
-            good_steps = tf.where(finite, self.good_steps + 1, 0)
-            grow = tf.logical_and(finite, tf.equal(good_steps % self.GROWTH_STEPS, 0))
-            shrunk = tf.where(finite, self.scale, tf.maximum(self.scale / 2, 1.0))
-            self.scale.assign(tf.where(grow, self.scale * 2, shrunk))
-            self.good_steps.assign(good_steps)

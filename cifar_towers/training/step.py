@@ -1,8 +1,7 @@
 """One training step: split, run, average, apply, report."""
 
-import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -18,25 +17,23 @@ from cifar_towers.towers import (
     split_batch,
 )
 from cifar_towers.towers.gradients import weighted_mean, weighted_sum
-from cifar_towers.towers.keras_parallel import first_call, to_scalar
+from cifar_towers.towers.keras_parallel import to_scalar
 from cifar_towers.towers.pipeline import Stage, staged_call
 from cifar_towers.towers.placement import HOST
-from cifar_towers.training.diagnostics import activation_layers, forward_diagnostics, tower_gradient_stats
-from cifar_towers.training.results import PROXY, HardExamples, StepDiagnostics, StepMetrics
+from cifar_towers.training.results import PROXY, HardExamples, StepMetrics, without_gradients
 from cifar_towers.training.state import TrainState, UpdateResult, first_nonfinite_index
 
-Update = Callable[..., StepMetrics]  # (batch, learning_rates, image_size=0, collect_diagnostics=None) -> metrics
+Update = Callable[..., StepMetrics]  # (batch, learning_rates, image_size=0) -> metrics
 
 
 class TowerResult(NamedTuple):
     """The result of a tower on its shard, or on one micro-batch of the shard."""
 
     losses: dict[str, tf.Tensor]  # scalars by term
-    gradients: list[tf.Tensor | None]  # N, of the scaled loss, in the order of `TrainState.weights`
+    gradients: list[tf.Tensor | None]  # N, in the order of `TrainState.weights`
     non_trainable: list[tf.Tensor | None]  # new values; None for an unchanged one
     num_correct: tf.Tensor
     nonfinite_index: tf.Tensor | None = None  # of a shard: first non-finite of (*losses, *reversed(gradients)), or -1
-    diagnostics: Any = None  # as `forward_diagnostics` returns them
     example_losses: tf.Tensor | None = None  # one for each example, if there is an `example_loss`
 
 
@@ -47,88 +44,41 @@ def make_update(
     augmentation: Augmentation,
     *,
     micro_batches: int = 1,
-    batch_statistics: str = "mean",
-    gradient_device: str = "",
+    synchronized: bool = False,
     stages: Sequence[Stage] = (),
     example_loss: Callable | None = None,
-    load_images: Callable[[Batch, str], Batch] | None = None,
 ) -> Update:
-    """Return the function of one step on `state`: (batch, learning_rates, image_size=0, collect_diagnostics=None).
+    """Return the function of one step on `state`: (batch, learning_rates, image_size=0) -> metrics.
 
     As a `tf.function` it is traced once for each set of active parameter groups and each image size.
 
     Args of the returned function:
       learning_rates: by active parameter group; no gradients are taken for the other groups.
       image_size: a Python number of pixels that images are downsampled to; 0 leaves them as they are.
-      collect_diagnostics: [] bool; without it the graph has no diagnostics.
-      repeat: (owner, other), indices of towers. The variables stay unchanged: tower `other` computes the shard of tower
-        `owner`. Returns the result's bytes and a dummy number, which keeps the graph from being pruned.
-      expected: (owner, bytes that `repeat` gave). The step is skipped unless `owner` computes the same bytes.
 
     Args:
       micro_batches: number of parts that each tower takes its shard in.
-      batch_statistics: `mean` over the towers, the `final` tower's, or `synchronized`: computed over all towers in
-        each norm. With `synchronized`, other non-trainable values are reduced as with `mean`.
-      gradient_device: device on which gradients are averaged; beside each variable if empty.
+      synchronized: compute batch statistics over all towers in each norm, instead of over each tower's shard.
       stages: the model cut over several devices, for one tower; they work on different micro-batches at a time.
       example_loss: (labels, logits) -> [B] losses to return in the metrics.
-      load_images: `Batches.load_images`, for batches without images.
     """
-    tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches, stages, example_loss, load_images)
-    synchronized = batch_statistics == "synchronized"
+    tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches, stages, example_loss)
+    run = run_on_towers_synchronized if synchronized else run_on_towers
     devices = [variable.device for variable in state.non_trainable]
 
-    def update(batch: Batch, learning_rates, image_size: int = 0, collect_diagnostics=None, repeat=(), expected=None):
-        def on_tower(tower: Tower, shard: Batch, owner: Tower | None = None) -> TowerResult:
-            collect = collect_diagnostics if (owner or tower) == towers[-1] else None
-            return tower_fn(tower, shard, learning_rates.keys(), image_size, collect)
+    def update(batch: Batch, learning_rates, image_size: int = 0) -> StepMetrics:
+        def on_tower(tower: Tower, shard: Batch) -> TowerResult:
+            return tower_fn(tower, shard, learning_rates.keys(), image_size)
 
-        if repeat:
-            return repeat_shard(on_tower, towers, repeat, batch)
-        run = run_on_towers_synchronized if synchronized else run_on_towers
         results = run(on_tower, towers, split_batch(batch, towers))
 
-        tower_grads = [zip(r.gradients, state.weights, strict=True) for r in results]
-        gradients = average_gradients(tower_grads, device=gradient_device)  # the towers meet here
+        gradients = average_gradients([zip(r.gradients, state.weights, strict=True) for r in results])  # they meet here
 
-        tower_stats = None
-        if collect_diagnostics is not None:
-            tower_stats = tower_gradient_stats(collect_diagnostics, [r.gradients for r in results], gradients)
-        non_trainable = reduce_batch_stats([r.non_trainable for r in results], batch_statistics, devices)
-        losses, finite, original = results[-1].losses, all_finite(results), None
-        if expected is not None:
-            original = tf.switch_case(expected[0], [functools.partial(to_bytes, result) for result in results])
-            finite = tf.logical_and(finite, tf.reduce_all(original == expected[1]))
-        updated = state.apply(gradients, non_trainable, losses, learning_rates, finite, collect_diagnostics)
-        metrics = make_step_metrics(results, updated, tower_stats, batch.labels.shape[0])
-        return metrics._replace(original=original)
+        non_trainable = reduce_batch_stats([r.non_trainable for r in results], devices)
+        updated = state.apply(gradients, non_trainable, results[-1].losses, learning_rates, all_finite(results))
+        return make_step_metrics(results, gradients, updated, batch.labels.shape[0])
 
     return update
-
-
-def repeat_shard(
-    on_tower: Callable[..., TowerResult],
-    towers: Sequence[Tower],
-    repeat: tuple[int, int],
-    batch: Batch,
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Compute the shard of one tower on another, for `repeat` (owner, other); return its bytes and a dummy number.
-
-    See `make_update`.
-    """
-    owner, other = (towers[index] for index in repeat)
-    with tf.device(other.device), tf.name_scope("repetition"):
-        result = on_tower(other, split_batch(batch, towers)[owner.index], owner)
-        # use every result, as a normal step does: TensorFlow optimizes an operation together with its consumers
-        rest = [tf.reduce_sum(tf.cast(t, tf.float32)) for t in tf.nest.flatten(result[2:]) if t is not None]
-        return to_bytes(result), tf.add_n(rest)
-
-
-def to_bytes(result: TowerResult) -> tf.Tensor:
-    """Return the bits of a tower's losses and gradients as strings; empty where there is no gradient."""
-    tensors = [*result.losses.values(), *result.gradients]
-    with tf.device(HOST):
-        return tf.stack(["" if tensor is None else tf.io.serialize_tensor(tensor) for tensor in tensors])
 
 
 def make_tower_fn(
@@ -138,41 +88,33 @@ def make_tower_fn(
     micro_batches: int = 1,
     stages: Sequence[Stage] = (),
     example_loss: Callable | None = None,
-    load_images: Callable[[Batch, str], Batch] | None = None,
 ) -> Callable[..., TowerResult]:
-    """Return the function (tower, shard, active_groups, image_size=0, collect_diagnostics=None) of every tower.
+    """Return the function (tower, shard, active_groups, image_size=0) of every tower.
 
     The function takes the gradients of the parameter groups in `active_groups`. It only reads variables.
     """
-    forward = staged_call(stages, state.model) if stages else stateless_call_with_activations(state.model)
+    forward = staged_call(stages, state.model) if stages else training_call(state.model)
 
-    def tower_fn(
-        tower: Tower, shard: Batch, active_groups: Collection[str], image_size: int = 0, collect_diagnostics=None
-    ) -> TowerResult:
+    def tower_fn(tower: Tower, shard: Batch, active_groups: Collection[str], image_size: int = 0) -> TowerResult:
         weights, old_values = state.read_variables()  # once for all micro-batches: they travel to the tower
         active = {id(variable) for variable in state.optimizer.active_variables(active_groups)}
         sums: list = []  # of the gradients so far: those of one part at a time are in memory besides
 
         def on_part(part: Batch) -> TowerResult:
             """Compute losses, gradients and new values from a micro-batch."""
-            part = load_images(part, tower.device) if load_images else part
             non_trainable = state.with_layer_seeds(old_values, part.draws)
             images, labels = augmentation.augment_with_labels(part.images, part.labels, part.draws, image_size)
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 pairs = zip(weights, state.weights, strict=True)
                 tape.watch([weight for weight, variable in pairs if id(variable) in active])
-                logits, new_values, activations, *model_losses = forward(weights, non_trainable, images)
+                logits, new_values, *model_losses = forward(weights, non_trainable, images)
                 losses = loss_fn(labels, logits, weights, model_losses)
-                scaled_loss = state.loss_scale.scale_loss(losses["total_loss"])
             with tf.name_scope("backward"):
-                gradients = tape.gradient(scaled_loss, weights)
+                gradients = tape.gradient(losses["total_loss"], weights)
                 if micro_batches > 1 and not stages:
                     pairs = zip(sums or [None] * len(weights), gradients, strict=True)
                     gradients = [weighted_sum(pair, (1.0, 1.0), tower.device) for pair in pairs]
                     sums[:] = gradients
-            diagnostics = None
-            if collect_diagnostics is not None:
-                diagnostics = forward_diagnostics(collect_diagnostics, images, part.labels, activations)
             classes = labels if labels.shape.rank == 1 else tf.argmax(labels, -1)  # the most likely ones
             changes = zip(new_values, non_trainable, state.is_seed, strict=True)
             return TowerResult(
@@ -180,7 +122,6 @@ def make_tower_fn(
                 gradients=gradients,
                 non_trainable=[None if seed or new is old else new for new, old, seed in changes],
                 num_correct=tf.reduce_sum(tf.cast(tf.equal(classes, tf.argmax(logits, -1)), tf.float32)),
-                diagnostics=diagnostics,
                 example_losses=example_loss(labels, logits) if example_loss else None,
             )
 
@@ -190,27 +131,21 @@ def make_tower_fn(
     return tower_fn
 
 
-def stateless_call_with_activations(model: keras.Model) -> Callable:
-    """Return a training call of the model that also returns the outputs of its `activation_layers`.
+def training_call(model: keras.Model) -> Callable:
+    """Return a training call of the model, with the losses that the model adds.
 
-    The call is (weights, non_trainable, images) -> (logits, new non-trainable values, list of outputs, *losses), with
-    the losses that the model adds.
+    The call is (weights, non_trainable, images) -> (logits, new non-trainable values, *losses).
     """
-    measured = activation_layers(model)
-    outputs = [first_call(model, layer).output_tensors[0] for layer in measured]
-    with_activations = keras.Model(model.input, [model.output, *outputs]) if measured else model
-    trainable, frozen = with_activations.trainable_variables, with_activations.non_trainable_variables
+    trainable, frozen = model.trainable_variables, model.non_trainable_variables
 
     def call(weights, non_trainable, images):
         values = zip([*trainable, *frozen], [*weights, *non_trainable], strict=True)
         losses: list[tf.Tensor] = []
         with keras.StatelessScope(values, collect_losses=True) as scope:
             scope.add_loss = losses.append  # each call of a layer removes those of its last call from `scope.losses`
-            outputs = with_activations.call(images, training=True)
-            losses += with_activations.losses  # of weights
-        logits, *activations = outputs if measured else [outputs]
-        new_values = [scope.get_current_value(variable) for variable in frozen]
-        return logits, new_values, activations, *map(to_scalar, losses)
+            logits = model.call(images, training=True)
+            losses += model.losses  # of weights
+        return logits, [scope.get_current_value(variable) for variable in frozen], *map(to_scalar, losses)
 
     return call
 
@@ -237,7 +172,6 @@ def _combine_micro_batches(
         nonfinite_index=first_nonfinite_index(
             [*losses.values(), *reversed(gradients)], [device] * len(losses) + devices
         ),
-        diagnostics=results[-1].diagnostics,
         example_losses=_concat_example_losses(results),
     )
 
@@ -248,17 +182,13 @@ def all_finite(results: Sequence[TowerResult]) -> tf.Tensor:
 
 
 def reduce_batch_stats(
-    tower_values: Sequence[Sequence[tf.Tensor | None]],
-    batch_statistics: str = "mean",
-    devices: Sequence[str] = (),
+    tower_values: Sequence[Sequence[tf.Tensor | None]], devices: Sequence[str] = ()
 ) -> list[tf.Tensor | None]:
     """Reduce K lists of new values for the same S non-trainable variables to one list; None where none changed.
 
-    A float value becomes the mean. An integer value becomes the final tower's, as does every value with
-    `batch_statistics="final"`. If `devices` are given, mean i is computed on `devices[i]`.
+    A float value becomes the mean. An integer value becomes the final tower's. If `devices` are given, mean i is
+    computed on `devices[i]`.
     """
-    if batch_statistics == "final":
-        return list(tower_values[-1])
     reduced = []
     with tf.name_scope("average_statistics"):
         for index, values in enumerate(zip(*tower_values, strict=True)):
@@ -269,18 +199,9 @@ def reduce_batch_stats(
 
 
 def make_step_metrics(
-    results: Sequence[TowerResult],
-    update: UpdateResult,
-    tower_stats: tuple[tf.Tensor, tf.Tensor] | None,
-    num_examples: int,
+    results: Sequence[TowerResult], gradients: Sequence[tuple], update: UpdateResult, num_examples: int
 ) -> StepMetrics:
-    """Return the metrics of a step over `num_examples` examples.
-
-    They have no diagnostics without `tower_stats`, which `tower_gradient_stats` returns.
-    """
-    diagnostics = None
-    if tower_stats is not None:
-        diagnostics = StepDiagnostics._make([*results[-1].diagnostics, *tower_stats, *update.diagnostics])
+    """Return the metrics of a step over `num_examples` examples; `gradients` are N x (mean gradient, variable)."""
     with tf.name_scope("metrics"):
         metrics = StepMetrics(
             loss=weighted_mean([r.losses["cross_entropy"] for r in results]),
@@ -292,12 +213,18 @@ def make_step_metrics(
             updated=update.updated,
             nonfinite_towers=tf.stack([r.nonfinite_index for r in results]),
             nonfinite_update=update.nonfinite_index,
-            loss_scale=update.loss_scale,
             example_losses=_concat_example_losses(results),
         )
         with tf.device(HOST):  # the graph copies them; otherwise reading would copy them from a GPU one by one
             metrics = tf.nest.map_structure(lambda value: None if value is None else tf.identity(value), metrics)
-    return metrics._replace(diagnostics=diagnostics)
+    return metrics._replace(
+        gradients=_as_tensors([gradient for gradient, _ in gradients]),
+        tower_gradients=[_as_tensors(r.gradients) for r in results],
+    )
+
+
+def _as_tensors(gradients: Sequence) -> list[tf.Tensor | None]:
+    return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
 
 def _concat_example_losses(results: Sequence[TowerResult]) -> tf.Tensor | None:
@@ -318,14 +245,16 @@ def select_hard_examples(update: Update, proxy_update: Update, count: int) -> Up
     of every batch first, and the proxy is updated at every fourth batch only.
     """
 
-    def update_both(batch: Batch, learning_rates, image_size: int = 0, collect_diagnostics=None) -> StepMetrics:
+    def update_both(batch: Batch, learning_rates, image_size: int = 0) -> StepMetrics:
         with tf.name_scope(PROXY):
             proxy = proxy_update(batch, learning_rates, image_size)
         with tf.name_scope("hardest"), tf.device(HOST):
             rows = tf.sort(tf.math.top_k(proxy.example_losses, count, sorted=False).indices)
             selected = gather_rows(batch, rows)
-        metrics = update(selected, learning_rates, image_size, collect_diagnostics)
-        return metrics._replace(hard_examples=HardExamples(rows, proxy._replace(example_losses=None)))
+        metrics = update(selected, learning_rates, image_size)
+        return metrics._replace(
+            hard_examples=HardExamples(rows, without_gradients(proxy._replace(example_losses=None)))
+        )
 
     return update_both
 

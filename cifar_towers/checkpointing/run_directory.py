@@ -1,0 +1,215 @@
+"""The directory of a run while it is trained: opened once under its lock, resumed, saved to, cleared.
+
+No function here needs TensorFlow.
+"""
+
+import contextlib
+import logging
+import shlex
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cifar_towers import files
+from cifar_towers.checkpointing.checkpoint import (
+    DAMAGED,
+    checkpoint_path,
+    first_nonfinite,
+    list_checkpoints,
+    read_checkpoint,
+    write_checkpoint,
+)
+from cifar_towers.config import TrainConfig
+from cifar_towers.config.train_config import recipe_fields
+from cifar_towers.errors import DataError, UsageError, error_text
+from cifar_towers.user_code import check_function
+
+log = logging.getLogger(__name__)
+
+DEFAULT_INTERVAL_SECONDS = 30.0  # between checkpoints where no number of steps is asked for
+MAX_TIME_FRACTION = 0.01  # of the run's time that saving may take there
+EARLIER_CHECKPOINTS = "checkpoints"  # folder of checkpoints in runs of the format before `step-<step>.npz`
+
+
+class RunDirectory:
+    """A run's directory, locked by this process.
+
+    Attributes:
+      path: the directory.
+      saved: (variables by name, metadata) of the newest checkpoint; None in a new run.
+      failed_saves: number of checkpoints that were due and could not be written.
+    """
+
+    def __init__(self, config: TrainConfig):
+        self.path, self._config = config.directory, config
+        self.saved: tuple[dict[str, np.ndarray], dict[str, Any]] | None = None
+        self.failed_saves = 0
+        self._saved_step: int | None = None
+        self._save_seconds, self._last_save = 0.0, time.monotonic()
+        self._must_clear = config.overwrite
+
+    def stored_result(self) -> dict[str, Any] | None:
+        """Return the result of a run that is at its last step or its target; otherwise None."""
+        result = files.read_json_if_any(self.path / files.RESULT)
+        if not (self.saved and result):
+            return None
+        _, metadata = self.saved
+        at_end = metadata["step"] >= self._config.run_length(metadata["steps_per_epoch"]).last
+        at_target = 0 < self._config.target_accuracy <= result["reached"]
+        return result if result["step"] == metadata["step"] and (at_end or at_target) else None
+
+    def clear(self) -> None:
+        """With `overwrite`, remove what the run wrote before, and nothing else; later calls do nothing."""
+        if self._must_clear:
+            self._must_clear = False
+            files.remove_run(self.path)
+
+    def should_save(self, step: int, evaluated: bool) -> bool:
+        """Return whether a checkpoint is due after `step`.
+
+        If saving goes by the clock, an `evaluated` step is saved early, because evaluating it again takes long.
+        """
+        if self._config.checkpoint_every_steps:
+            return step % self._config.checkpoint_every_steps == 0
+        interval = max(self._save_seconds / MAX_TIME_FRACTION, 0.0 if evaluated else DEFAULT_INTERVAL_SECONDS)
+        return time.monotonic() - self._last_save >= interval
+
+    def save(self, step: int, values: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> bool:
+        """Save the state after `step` unless it is non-finite; return whether it is saved, and log why not.
+
+        Then remove the oldest checkpoints, except `keep_checkpoints`.
+        """
+        if step == self._saved_step:
+            return True
+        start = time.monotonic()
+        try:
+            if nonfinite := first_nonfinite(values):
+                raise OSError(f"{nonfinite} is not finite")
+            write_checkpoint(checkpoint_path(self.path, step), values, {**metadata, "step": step})
+            self._saved_step = step
+            for path in list_checkpoints(self.path)[: -self._config.keep_checkpoints]:
+                path.unlink()
+        except OSError as error:
+            self.failed_saves += 1
+            log.error(f"step {step} could not be saved ({error_text(error)}); {self.describe_latest()}")
+        self._last_save = time.monotonic()
+        self._save_seconds = self._last_save - start
+        return step == self._saved_step
+
+    def describe_latest(self) -> str:
+        """Return what is left of the run: the name of its newest checkpoint, if there is one."""
+        checkpoints = list_checkpoints(self.path)
+        return f"{checkpoints[-1].name} is kept" if checkpoints else "no checkpoint was written"
+
+
+@contextlib.contextmanager
+def open_run(config: TrainConfig) -> Iterator[RunDirectory]:
+    """Make and lock the directory of a run, and read the checkpoint to resume from. The lock ends with the process.
+
+    With `overwrite` nothing is read, and `clear` removes the old run once the new one cannot be refused any more.
+
+    Raises:
+      UsageError: the directory cannot be made; another process trains in it; it holds something else than a run; or its
+        run has another recipe. The message names what differs.
+      DataError: there are checkpoints, and all are damaged.
+    """
+    path, run = config.directory, RunDirectory(config)
+    with contextlib.ExitStack() as stack:
+        try:
+            files.make(path)
+            is_locked = stack.enter_context(files.locked(path / files.LOCK))
+        except OSError as error:
+            raise UsageError(f"train_dir={path} cannot be written: {error_text(error)}") from error
+        if not is_locked:
+            raise UsageError(f"another process trains in {path}; end it, or give another --train_dir")
+        _check_is_run(path, config.overwrite)
+        if not config.overwrite and (saved := _read_newest(path)):
+            _check_recipe(config, saved[1])
+            run.saved, run._saved_step = saved, saved[1]["step"]
+            run.failed_saves = saved[1]["failed_saves"]
+        yield run
+
+
+def _check_is_run(path: Path, overwrite: bool) -> None:
+    """Refuse a directory in which a new run would replace something, or mix with it."""
+    names = {each.name for each in path.iterdir() if not each.name.startswith(".")}
+    is_run, others = names & {files.METRICS, files.CONFIG}, sorted(n for n in names if not files.belongs_to_run(n))
+    has_checkpoints = any(name.startswith("step-") for name in names)
+    if EARLIER_CHECKPOINTS in names and not overwrite:
+        raise UsageError(f"{path} is a run of an earlier format, which cannot be read; give another --train_dir")
+    if others and not (is_run or has_checkpoints):
+        raise UsageError(f"train_dir={path} holds {others[0]}, which is of no run; give another --train_dir")
+    if files.RESULT in names and not has_checkpoints and not overwrite:
+        raise UsageError(
+            f"{path} holds the result of a run, and no checkpoint to resume from; give another --train_dir, or "
+            "--overwrite to start again in this one"
+        )
+
+
+def _read_newest(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
+    """Return variables and metadata of the newest undamaged checkpoint; rename newer damaged ones.
+
+    Raises:
+      DataError: there are checkpoints, and all are damaged.
+    """
+    for checkpoint in reversed(list_checkpoints(path)):
+        try:
+            return read_checkpoint(checkpoint)
+        except DataError as error:
+            renamed = checkpoint.with_name(checkpoint.name + DAMAGED)
+            checkpoint.rename(renamed)
+            log.warning(f"{error}; renamed to {renamed.name}")
+    if any(each.name.endswith(DAMAGED) for each in path.iterdir()):
+        raise DataError(
+            f"every checkpoint in {path} is damaged; put a good copy there, or give another --train_dir, or "
+            "--overwrite to start again from step 0"
+        )
+    return None
+
+
+def _check_recipe(config: TrainConfig, metadata: Mapping[str, Any]) -> None:
+    """Raise UsageError if a run was trained with other settings than those of the config."""
+    saved, current = metadata["recipe"], recipe_fields(config)
+    if differing := describe_differences(saved, current):
+        path = config.directory
+        raise UsageError(
+            f"{path} was trained with other settings ({', '.join(differing)}); give those, another --train_dir, "
+            f"{shlex.quote(f'--init_from={path}')} for a new run that starts with these weights, or --overwrite to "
+            "start again in this one"
+        )
+
+
+def run_facts(config: TrainConfig, precision: str, num_towers: int, threads: int) -> dict[str, Any]:
+    """Return what else a run's numbers depend on, besides its recipe and data: a resumed run may differ in it.
+
+    Args:
+      threads: in one operation; 0: as TensorFlow chooses.
+    """
+    return {
+        "precision": precision,
+        "towers": num_towers,
+        "threads": threads,
+        "strategy": config.strategy,
+        "parallelism": config.parallelism,
+        **{f"code of {setting}": digest for setting, digest in code_digests(config).items()},
+    }
+
+
+def code_digests(config: TrainConfig) -> dict[str, str]:
+    """Return the SHA-256 of the files of the user's functions that decide what is trained, by setting."""
+    paths = {setting: check_function(setting, getattr(config, setting)) for setting in ("model", "augment", "loss")}
+    return {setting: files.sha256(path) for setting, path in paths.items() if path and path.is_file()}
+
+
+def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Return `name old -> new` for each value that differs between two dictionaries."""
+    names = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
+    return [f"{name} {_short(saved.get(name))} -> {_short(current.get(name))}" for name in names]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text[:8] if len(text) == 64 else text  # a SHA-256
