@@ -18,11 +18,9 @@ from cifar_towers.multi_worker.cluster_spec import ALONE, Workers
 from cifar_towers.registry import TTA_LEVELS
 from cifar_towers.towers import Tower, run_on_towers, split_batch
 from cifar_towers.towers.devices import describe_out_of_memory
-from cifar_towers.towers.keras_parallel import first_call
 from cifar_towers.towers.placement import HOST
 
 MAX_BATCH_PIXELS = 500 * 32 * 32  # on CPUs, larger batches gain nothing, and lose an eighth in float32 with AVX2
-MAX_FEATURES = 1000  # examples whose features are returned
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +75,8 @@ def score_split(
     classify: ClassifyFn, split: Split, weights: Values, non_trainable: Values, tta: int = 0
 ) -> dict[int, Score]:
     """Score a split without TTA and at a level of TTA, in one pass of `classify`; return {0: score, tta: score}."""
-    plain, augmented, features = classify(split.images, weights, non_trainable, tta)
-    known = features if features.shape[1] else None
-    return {level: Score(split.labels, logits, known) for level, logits in {0: plain, tta: augmented}.items()}
+    plain, augmented = classify(split.images, weights, non_trainable, tta)
+    return {level: Score(split.labels, logits) for level, logits in {0: plain, tta: augmented}.items()}
 
 
 def make_classify_fn(
@@ -91,27 +88,25 @@ def make_classify_fn(
 ) -> ClassifyFn:
     """Return a function that classifies any number of images on the towers.
 
-    The function is (images, weights, non_trainable, tta) -> [logits, logits with TTA, features]. The images are
-    [n, S, S, 3] levels, both logits [n, C], and features [m, d] of the first m <= 1,000 images; d = 0 if the model has
-    none. Weights and non_trainable are the model's variables or averages of them. If a batch does not fit into the
-    memory, the function goes on with batches of half the size.
+    The function is (images, weights, non_trainable, tta) -> [logits, logits with TTA]. The images are [n, S, S, 3]
+    levels, both logits [n, C]. Weights and non_trainable are the model's variables or averages of them. If a batch does
+    not fit into the memory, the function goes on with batches of half the size.
 
     Args:
       workers: they call the function together; each classifies its share of the images and returns all logits.
       on_progress: called before each batch with the fraction that is done.
     """
-    call = _with_features(model)
     max_pixels = MAX_BATCH_PIXELS
 
     def on_tower(tta: int, weights: Values, non_trainable: Values, tower: Tower, shard: list) -> tuple:
         images = augmentation.evaluate(shard[0])
-        plain, features, augmented = None, None, 0.0
+        plain, augmented = None, 0.0
         for share, view in tta_views(images, tta):
-            logits, view_features = call(weights, non_trainable, view)
+            logits = tf.cast(model.stateless_call(weights, non_trainable, view, training=False)[0], tf.float32)
             if plain is None:  # the first view is the image itself
-                plain, features = logits, view_features
+                plain = logits
             augmented += share * logits
-        return plain, augmented, features
+        return plain, augmented
 
     @tf.function(autograph=False)
     def on_towers(images: tf.Tensor, weights: Values, non_trainable: Values, tta: int) -> list[tf.Tensor]:
@@ -120,13 +115,11 @@ def make_classify_fn(
         return [tf.concat(outputs, 0) for outputs in zip(*results, strict=True)]
 
     def classify_share(share: np.ndarray, weights: Values, non_trainable: Values, tta: int) -> list[np.ndarray]:
-        parts, missing_features = [], MAX_FEATURES
+        parts = []
         for start, batch in _even_batches(share, len(towers), max_pixels):
             if on_progress:
                 on_progress(start / len(share))
-            plain, augmented, features = on_towers(batch, weights, non_trainable, tta)
-            parts.append((plain, augmented, features[:missing_features]))
-            missing_features = max(0, missing_features - len(batch))
+            parts.append(on_towers(batch, weights, non_trainable, tta))
         return [np.concatenate(part)[: len(share)] for part in zip(*parts, strict=True)]
 
     def classify(images: np.ndarray, weights: Values, non_trainable: Values, tta: int = 0) -> list[np.ndarray]:
@@ -150,32 +143,9 @@ def make_classify_fn(
                 log.info("an evaluation does not fit into the memory: continuing with batches half as large")
         if workers.size > 1:
             outputs = [np.concatenate(part) for part in zip(*workers.gather(outputs)[:num_shares], strict=True)]
-        outputs[2] = outputs[2][:MAX_FEATURES]
         return outputs
 
     return classify
-
-
-def _with_features(model: keras.Model) -> Callable:
-    """Return a function (weights, non_trainable, images) -> [logits [B, C], features [B, d]] of the model.
-
-    The features are the mean over all positions in the input of its last layer with weights; d = 0 if it is a model.
-    """
-    head = [layer for layer in model.layers if layer.weights][-1]
-    has_features = not isinstance(head, keras.Model)
-    if has_features:
-        features = first_call(model, head).input_tensors[0]
-        if len(features.shape) > 2:  # each position of an image would be thousands of features
-            features = keras.ops.mean(features, range(1, len(features.shape) - 1))
-        model = keras.Model(model.input, [model.output, features])
-
-    def call(weights: Values, non_trainable: Values, images: tf.Tensor) -> list[tf.Tensor]:
-        outputs, _ = model.stateless_call(weights, non_trainable, images, training=False)
-        if not has_features:
-            outputs = [outputs, tf.zeros([tf.shape(outputs)[0], 0])]
-        return [tf.cast(output, tf.float32) for output in outputs]
-
-    return call
 
 
 def _even_batches(images: np.ndarray, num_towers: int, max_pixels: int) -> Iterator[tuple[int, tf.Tensor]]:

@@ -18,11 +18,10 @@ class Score:
 
     Args:
       logits: with test-time augmentation (TTA), the means over the views.
-      features: [at most 1,000, d] input of the last layer, for the first examples.
     """
 
-    def __init__(self, labels: np.ndarray, logits: np.ndarray, features: np.ndarray | None = None):
-        self.labels, self.logits, self.features = labels, logits, features
+    def __init__(self, labels: np.ndarray, logits: np.ndarray):
+        self.labels, self.logits = labels, logits
         probabilities, predicted, num_classes = softmax(logits), logits.argmax(1), logits.shape[1]
         self.probabilities = probabilities.astype(np.float32)  # [n, C]
         self.count, self.correct = len(labels), int((predicted == labels).sum())

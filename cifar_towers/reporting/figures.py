@@ -160,15 +160,6 @@ def image_grid(images: np.ndarray, captions: Sequence[str], title: str = "", col
     return np.array(sheet)
 
 
-def sprite(images: np.ndarray) -> np.ndarray:
-    """Put images [n, size, size, 3] of uint8 in the rows of a square filled up with white, as the projector does."""
-    columns, size = max(1, math.ceil(math.sqrt(len(images)))), images.shape[1]
-    tiles = np.full((columns**2, size, size, 3), 255, np.uint8)
-    tiles[: len(images)] = images
-    grid = tiles.reshape(columns, columns, size, size, 3).swapaxes(1, 2)
-    return grid.reshape(columns * size, columns * size, 3)
-
-
 def png(array: np.ndarray) -> bytes:
     """Encode an array [height, width, 3] of uint8 as a PNG file."""
     buffer = io.BytesIO()

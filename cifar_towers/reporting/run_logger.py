@@ -331,7 +331,7 @@ class RunLogger:
         self.tensorboard.write_diagnostics(step, diagnostics)
 
     def _draw(self, step: int, evaluation: Evaluation, split: Split) -> None:
-        """Draw the most confident mistakes and the confusion matrix, as files and in TensorBoard; write the embedding.
+        """Draw the most confident mistakes and the confusion matrix, as files and in TensorBoard.
 
         There is no picture of the confusion matrix of more than `figures.MAX_CLASSES` classes.
         """
@@ -353,7 +353,6 @@ class RunLogger:
                 files.write_whole(self.directory / file, figures.png(picture))
         summaries = [image(f"{tag}/{evaluation.split}", picture) for _, tag, picture in pictures]
         self.tensorboard.write(EVAL, step, {}, summaries)
-        self.tensorboard.write_embedding(step, score, split, names)
 
 
 def denormalize(images: np.ndarray, info: DatasetInfo | None) -> np.ndarray:

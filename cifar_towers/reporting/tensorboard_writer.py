@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from google.protobuf import text_format
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.plugins.custom_scalar import layout_pb2
@@ -29,7 +27,6 @@ from tensorboard.plugins.hparams.summary import session_end_pb
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.image import metadata as image_metadata
 from tensorboard.plugins.pr_curve import summary as pr_curve_summary
-from tensorboard.plugins.projector import ProjectorConfig, SpriteMetadata
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.util.tensor_util import make_tensor_proto
@@ -37,15 +34,13 @@ from tensorflow.core.framework.graph_pb2 import GraphDef
 
 from cifar_towers import files
 from cifar_towers.data.dataset import Split
-from cifar_towers.evaluation.score import Evaluation, Score
+from cifar_towers.evaluation.score import Evaluation
 from cifar_towers.reporting import figures, tags
 from cifar_towers.reporting.run_records import as_text, flatten
 from cifar_towers.training.diagnostics import StepDiagnostics
 
-TRAIN, EVAL, RESULT, PROJECTOR = "train", "eval", "result", "projector"  # beside one directory per tower
+TRAIN, EVAL, RESULT = "train", "eval", "result"  # beside one directory per tower
 NUM_THRESHOLDS = 127  # of a precision-recall curve
-FEATURES, METADATA, SPRITE, PROJECTOR_CONFIG = files.PROJECTOR_FILES
-MAX_SPRITE_PIXELS = 8192  # of height and width, in TensorBoard
 ERRORS = (OSError, tf.errors.OpError)  # of writing
 FILE_VERSION = "brain.Event:2"  # in the event that a file begins with
 _file_numbers = itertools.count()
@@ -208,17 +203,6 @@ class TensorBoardWriter:
         class_tags = [f"{tags.CLASS_ACCURACY}/{evaluation.split}/{class_name}" for class_name in class_names]
         self.write(EVAL, step, dict(zip(class_tags, score.per_class(), strict=True)), curves)
 
-    def write_embedding(self, step: int, score: Score, split: Split, class_names: Sequence[str]) -> None:
-        """Write the projector's files into a new directory, as TensorBoard reads each once; remove earlier ones."""
-        if score.features is None or not (np.isfinite(score.features).all() and np.isfinite(score.probabilities).all()):
-            return
-        directory = self._train_dir / f"{PROJECTOR}_{step:08}"
-        with files.BestEffortWrites(directory):
-            write_projector(directory, score.features, split, score.probabilities, class_names)
-            for other in self._train_dir.glob(files.PROJECTOR):
-                if other != directory:
-                    shutil.rmtree(other)
-
     def write_result(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write the run's metrics for HPARAMS, and that the run has ended successfully.
 
@@ -293,43 +277,6 @@ def charts_summary(categories: Mapping[str, Mapping[str, Sequence[str]]], band: 
     for category, charts in categories.items():
         layout.category.add(title=category, chart=[chart(*each) for each in charts.items()])
     return custom_scalar_summary.pb(layout)
-
-
-def write_projector(
-    directory: Path, features: np.ndarray, split: Split, probabilities: np.ndarray, class_names: Sequence[str]
-) -> None:
-    """Write the features [n, d] of a split's first examples, with a thumbnail and metadata of each, for the projector.
-
-    TensorBoard reads the config when it first reads an event file, which is therefore written last. TensorBoard caches
-    the features that it has read, so another state needs another directory. It shows as many images as fit a sprite.
-    """
-    image_size = split.images.shape[1]
-    count = min(len(features), (MAX_SPRITE_PIXELS // image_size) ** 2)
-    features, images, labels = features[:count], split.images[:count], split.labels[:count]
-    config = ProjectorConfig()
-    config.embeddings.add(
-        tensor_name=Path(FEATURES).stem,
-        tensor_shape=features.shape,
-        tensor_path=FEATURES,
-        metadata_path=METADATA,
-        sprite=SpriteMetadata(image_path=SPRITE, single_image_dim=[image_size, image_size]),
-    )
-    names = [" ".join(name.split()) for name in class_names]
-    metadata: list[tuple] = [("class", "predicted", "confidence", "right", "example")]
-    for index, (label, row) in enumerate(zip(labels, probabilities[:count], strict=True)):
-        predicted, right = row.argmax(), "yes" if row.argmax() == label else "no"
-        metadata.append((names[label], names[predicted], f"{row.max():.4f}", right, str(index)))
-    directory.mkdir(parents=True, exist_ok=True)
-    files.write_whole(directory / FEATURES, _tsv([f"{number:.6g}" for number in row] for row in features.tolist()))
-    files.write_whole(directory / METADATA, _tsv(metadata))
-    files.write_whole(directory / SPRITE, figures.png(figures.sprite(images)))
-    files.write_whole(directory / PROJECTOR_CONFIG, text_format.MessageToString(config))
-    if not list(directory.glob("*tfevents*")):
-        EventWriter(directory).write(0)
-
-
-def _tsv(rows: Iterable[Iterable[str]]) -> str:
-    return "".join("\t".join(row) + "\n" for row in rows)
 
 
 def run_texts(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, str]:

@@ -167,15 +167,6 @@ def test_hparams(show, expect, run):
     assert float(shown[METRIC]) == pytest.approx(final["accuracy"], rel=1e-4)
 
 
-def test_projector(show, expect, run):
-    """One point per vector, drawn as its image and therefore in many colors."""
-    projector = show("projector").frame_locator("iframe").frame_locator("iframe")
-    (features,) = run.directory.glob("projector_*/features.tsv")
-    points = len(features.read_text().splitlines())
-    expect(projector.locator(".numDataPoints")).to_have_text(str(points))
-    _wait_for_screenshot(projector.locator("#scatter"), _is_colorful)
-
-
 def test_text(show, expect):
     page = show("text", TEXTS)
     for tag, word in TEXTS.items():
@@ -215,7 +206,3 @@ def _wait_for_screenshot(place, is_drawn, *arguments):
 def _has_line_of_color(picture, color):
     """Whether more than half of the columns contain nearly this color."""
     return (abs(picture - color).max(2) < 30).any(0).mean() > 0.5
-
-
-def _is_colorful(picture):
-    return len(np.unique(picture.reshape(-1, 3) // 32, axis=0)) > 100

@@ -116,20 +116,6 @@ def test_run_of_an_earlier_version_is_refused_in_one_line(config):
         assert "\n" not in str(caught.value)
 
 
-def test_clearing_leaves_projectors_that_no_run_wrote(config):
-    directory = config.directory
-    files.write_json(directory / files.CONFIG, dataclasses.asdict(config))
-    for name in ("projector_00000020/features.tsv", "projector_00000020/projector_config.pbtxt"):
-        (directory / name).parent.mkdir(exist_ok=True)
-        (directory / name).write_text("of the run")
-    mine = [directory / name for name in ("projector_mine/slides.pdf", "projector_00000007/notes.txt")]
-    for path in mine:
-        path.parent.mkdir()
-        path.write_text("mine")
-    workdir.clear(directory)
-    assert sorted(path for path in directory.rglob("*") if path.is_file()) == sorted(mine)
-
-
 @pytest.mark.parametrize(
     ("left", "is_refused"),
     [((), True), (("step-00000001.bak", ".tmp-step-00000002"), True), (("damaged-step-00000001",), False)],

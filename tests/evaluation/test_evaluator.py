@@ -176,32 +176,6 @@ def test_batches_that_do_not_fit_into_the_memory_are_halved_once_and_for_all(tow
         make_classify_fn(model, towers(count), Augmentation())(split.images, weights, [])
 
 
-@pytest.mark.parametrize("examples", [1, 5, 6, 9])
-def test_features_are_kept_of_the_first_examples_alone(towers, reader, monkeypatch, examples):
-    monkeypatch.setattr(evaluator, "MAX_BATCH_PIXELS", 4 * 32 * 32)
-    monkeypatch.setattr(evaluator, "MAX_FEATURES", 6)
-    images = np.zeros((examples, 32, 32, 3), np.uint8)
-    images[:, 0, 0, 0] = 20 * np.arange(examples)
-    plain, _, features = make_classify_fn(reader, towers(3), Augmentation())(images, [tf.ones([1, 10])], [])
-    assert plain.shape == (examples, 10)
-    np.testing.assert_array_equal(features, plain[:6, :1])  # what the net reads of each, and hands on
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_features_are_averaged_over_the_positions_of_the_last_layer(towers, flat):
-    """The layer is a convolution of 1x1 pixels of images, or is dense and is called at each of 1,024 positions."""
-    inputs = keras.Input((32, 32, 3))
-    x = keras.layers.Reshape((1024, 3))(inputs) if flat else inputs
-    x = (keras.layers.Dense(7, use_bias=False) if flat else keras.layers.Conv2D(7, 1, use_bias=False))(x)
-    model = keras.Model(inputs, keras.ops.mean(x, (1,) if flat else (1, 2)))
-    kernel = np.random.default_rng(0).normal(size=(3, 7)).astype("f4")
-    images = np.random.default_rng(1).integers(0, 256, (5, 32, 32, 3), np.uint8)
-    weights = [tf.constant(kernel.reshape(model.weights[0].shape))]
-    logits, _, features = make_classify_fn(model, towers(2), Augmentation())(images, weights, [])
-    assert features.shape == (5, 3)
-    np.testing.assert_allclose(features @ kernel, logits, atol=1e-4)
-
-
 def test_one_pass_gives_both_levels(towers, reader):
     images = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), np.uint8)
     kernel = np.random.default_rng(1).normal(size=(1, 10)).astype("f4")

@@ -222,17 +222,6 @@ def test_single_values_are_dots_beside_their_mean_and_spread(drawing):
     assert [list(ends[:, 1]) for ends in spread.lines[2][0].get_segments()] == [[1, 3]]
 
 
-@pytest.mark.parametrize(("number", "columns"), [(0, 1), (1, 1), (2, 2), (4, 2), (5, 3), (9, 3), (10, 4)])
-def test_sprite_is_a_square_filled_up_with_white(number, columns):
-    shown = images(number, 8)
-    mosaic = figures.sprite(shown)
-    assert mosaic.shape == (8 * columns, 8 * columns, 3) and mosaic.dtype == np.uint8
-    for place in range(columns**2):
-        row, column = divmod(place, columns)
-        tile = mosaic[8 * row : 8 * row + 8, 8 * column : 8 * column + 8]
-        assert (tile == (shown[place] if place < number else 255)).all()
-
-
 def test_legend_is_beside_the_plot_in_the_order_of_last_values(drawing):
     figures.line_plot({"low": curve(9), "high": band(1), "middle": curve(5)}, "three", "epoch", "accuracy")
     legend = drawing.axes.get_legend()

@@ -16,14 +16,11 @@ from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalar
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 from tensorboard.plugins.pr_curve.pr_curves_plugin import PrCurvesPlugin
-from tensorboard.plugins.projector.projector_plugin import ProjectorPlugin
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.util.tensor_util import make_ndarray
-from werkzeug.test import Client
 
 from cifar_towers import files
-from cifar_towers.data.dataset import Split
-from cifar_towers.reporting import figures, tensorboard_writer
+from cifar_towers.reporting import tensorboard_writer
 from cifar_towers.reporting.tensorboard_writer import EventWriter, TensorBoardWriter, read_events
 from cifar_towers.towers import average_gradients, run_on_towers, split_batch
 from tests.runs.short_runs import events_of, tensors_of
@@ -190,69 +187,6 @@ def test_towers_are_drawn_side_by_side(towers):
         tower = node.name.split("/")[0]
         if tower.startswith("tower_"):
             assert not [s for s in sources if s.startswith("tower_") and s.split("/")[0] != tower]
-
-
-CLASSES = ("tabby\tcat", "big\r\ndog ", "ä\u2028b")
-
-
-def write_embedding(directory, number, size=32, width=5):
-    """Write features, images and predictions of examples for the projector; return them."""
-    generator = np.random.default_rng(number)
-    features = generator.normal(size=(number, width)).astype(np.float32)
-    split = Split(generator.integers(0, 256, (number, size, size, 3), np.uint8), generator.integers(0, 3, number))
-    probabilities = generator.dirichlet(np.ones(3), number)
-    tensorboard_writer.write_projector(directory, features, split, probabilities, CLASSES)
-    return features, split, probabilities
-
-
-@pytest.mark.parametrize(
-    ("run", "number", "width", "size"),
-    [("run/projector", 1, 1, 32), ("run/projector", 30, 64, 24), (".", 3, 5, 32)],
-)
-def test_projector_plugin_serves_all_files(tmp_path, run, number, width, size):
-    """Tabs and newlines in names are spaces."""
-    features, split, probabilities = write_embedding(tmp_path / run, number, size, width)
-
-    def fetch(route, run=run):
-        client = Client(ProjectorPlugin(tensorboard(tmp_path)).get_plugin_apps()[route])
-        answer = client.get(f"{route}?run={run}&name=features&num_rows=100000")
-        assert answer.status_code == 200, answer.data
-        return answer.data
-
-    assert json.loads(fetch("/runs")) == [run]
-    (embedding,) = json.loads(fetch("/info"))["embeddings"]
-    assert embedding["tensorShape"] == [number, width] and embedding["sprite"]["singleImageDim"] == [size, size]
-    vectors = np.frombuffer(fetch("/tensor"), np.float32).reshape(number, width)
-    np.testing.assert_allclose(vectors, features, rtol=1e-5)
-    sprite = Image.open(io.BytesIO(fetch("/sprite_image")))
-    assert np.array_equal(np.array(sprite), figures.sprite(split.images))
-    header, *rows = [line.split("\t") for line in fetch("/metadata").decode().split("\n")[:-1]]
-    assert header == ["class", "predicted", "confidence", "right", "example"]
-    names, predicted = ("tabby cat", "big dog", "ä b"), probabilities.argmax(1)
-    assert rows == [
-        [names[label], names[guess], f"{row.max():.4f}", "yes" if guess == label else "no", str(index)]
-        for index, (label, guess, row) in enumerate(zip(split.labels, predicted, probabilities, strict=True))
-    ]
-
-
-def test_files_of_the_projector_are_replaced_before_the_only_event_file_is_written(tmp_path, monkeypatch):
-    write_embedding(tmp_path, 4)
-    before = {name: (tmp_path / name).read_bytes() for name in files.PROJECTOR_FILES}
-    write_embedding(tmp_path, 5)
-    assert all((tmp_path / name).read_bytes() != content for name, content in before.items())
-    assert len(list(tmp_path.iterdir())) == len(before) + 1
-    monkeypatch.setattr(files.os, "replace", lambda *paths: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        write_embedding(tmp_path / "new", 4)
-    assert not list((tmp_path / "new").glob("*tfevents*"))
-
-
-def test_projector_gets_as_many_examples_as_images_fit_a_sprite(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensorboard_writer, "MAX_SPRITE_PIXELS", 47)
-    write_embedding(tmp_path, 2, size=32)
-    lines = {name: len((tmp_path / name).read_text().splitlines()) for name in ("features.tsv", "metadata.tsv")}
-    assert lines == {"features.tsv": 1, "metadata.tsv": 2}
-    assert Image.open(tmp_path / "sprite.png").size == (32, 32)
 
 
 def scalars_in(directory, tag="loss"):
