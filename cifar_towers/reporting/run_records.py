@@ -10,7 +10,7 @@ from typing import Any
 from cifar_towers import files
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import names_with
-from cifar_towers.errors import DataError, UsageError
+from cifar_towers.errors import UsageError
 from cifar_towers.evaluation.score import reported_score, score_name
 from cifar_towers.files import BestEffortWrites
 from cifar_towers.reporting.sample import Sample, describe_difference
@@ -59,8 +59,6 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(record, dict) and {"kind", "step"} <= record.keys():
             yield record
-
-
 
 
 @dataclasses.dataclass(frozen=True)

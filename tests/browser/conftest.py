@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from urllib.parse import quote
 
 import pytest
+from cifar_towers.shutdown import ShutdownHandler
 from tensorboard import program
 
 from cifar_towers import trainer
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources, synthetic
-from cifar_towers.shutdown import ShutdownHandler
 
 RECIPE = Path(__file__).parents[2] / "configs/smoke.cfg"
 SMALL = (
