@@ -130,7 +130,12 @@ def open_run(config: TrainConfig) -> Iterator[RunDirectory]:
             _check_recipe(config, saved[1])
             run.saved, run._saved_step = saved, saved[1]["step"]
             run.failed_saves = saved[1]["failed_saves"]
-        yield run
+        try:
+            yield run
+        finally:
+            if [each.name for each in path.iterdir()] == [files.LOCK]:  # nothing was written
+                (path / files.LOCK).unlink()
+                path.rmdir()
 
 
 def _check_is_run(path: Path, overwrite: bool) -> None:

@@ -31,14 +31,6 @@ def test_batch_is_a_function_of_seed_and_step():
     assert not np.array_equal(first.at(3).draws.window, first.at(4).draws.window)
 
 
-def test_batches_of_images_kept_on_devices_have_indices():
-    here, there = Batches(numbered(), 4, seed=5), Batches(numbered(), 4, seed=5, devices=["/CPU:0"])
-    expected, batch = here.at(3), there.at(3)
-    assert batch.images.shape == [4] and here.load_images(expected, "/CPU:0") is expected
-    for a, b in zip(tf.nest.flatten(expected), tf.nest.flatten(there.load_images(batch, "/CPU:0")), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 def test_stream_starts_at_any_step():
     batches = Batches(numbered(), 2, seed=0)
     full = [batch.labels.numpy() for batch in batches.stream(0, 12)]

@@ -54,5 +54,5 @@ def tiny_run(tmp_path_factory):
 def saved_run(tmp_path, tiny_run):
     """Return the directory of a run with TINY on two towers, with checkpoints of steps 9, 18 and 20."""
     directory = shutil.copytree(tiny_run[0], tmp_path / "saved")
-    assert [path.name[-2:] for path in list_checkpoints(directory)] == ["09", "18", "20"]
+    assert [path.name for path in list_checkpoints(directory)] == ["step-9.npz", "step-18.npz", "step-20.npz"]
     return directory

@@ -4,6 +4,7 @@ import contextlib
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from signal import SIGTERM
 
 import numpy as np
@@ -11,12 +12,12 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cifar_towers import trainer
 from cifar_towers.checkpointing.checkpoint import checkpoint_path, list_checkpoints
-from cifar_towers.data import sources, synthetic
+from cifar_towers.cli.main import start_training
+from cifar_towers.data import synthetic
 from cifar_towers.models import user_model
 from cifar_towers.reporting import figures
-from cifar_towers.shutdown import ShutdownHandler
+from cifar_towers.signals import StopSignals
 from tests.configs import TINY_NET, recipe
 
 QUICK = recipe(
@@ -46,25 +47,26 @@ def draw_nothing(*_):
     return np.zeros([8, 8, 3], np.uint8)
 
 
-def run(config, train_dir="", stop=None, launch_id="", callbacks=(), **settings):
+def run(config, train_dir="", stop=None, callbacks=(), **settings):
     """Train with `config`, some settings replaced, and return the result."""
     config = replace(config, train_dir=str(train_dir or config.train_dir), **settings)
-    shutdown = stop or ShutdownHandler()
-    return trainer.train(config, sources.find(config.dataset), shutdown, launch_id=launch_id, callbacks=callbacks)
+    return start_training(config, stop or StopSignals(()), callbacks=callbacks, make_handle=Path)
 
 
-class StopAtStep(ShutdownHandler):
-    """A signal that arrives during step `at`."""
+class StopAtStep:
+    """A signal that arrives during step `at`; the loop looks for one once a step."""
 
     def __init__(self, at):
         self._left = at
-        super().__init__()
 
-    def check(self):
-        if self._deferred:  # the loop, once a step
-            self._left -= 1
-            self.signal = 0 if self._left else SIGTERM
-        super().check()
+    @property
+    def received(self):
+        self._left -= 1
+        return SIGTERM if self._left <= 0 else 0
+
+    @contextlib.contextmanager
+    def recorded(self):
+        yield
 
 
 def stopped_after(step, directory, place):
@@ -72,7 +74,7 @@ def stopped_after(step, directory, place):
     copy = shutil.copytree(directory, place)
     for checkpoint in list_checkpoints(copy):
         if checkpoint != checkpoint_path(copy, step):
-            shutil.rmtree(checkpoint)
+            checkpoint.unlink()
     (copy / "result.json").unlink()
     return copy
 

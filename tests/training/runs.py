@@ -1,7 +1,5 @@
 """A training step on towers, its state, and the batches for it."""
 
-from dataclasses import replace
-
 import tensorflow as tf
 
 from cifar_towers.config.schedules import RunLength
@@ -13,13 +11,10 @@ class Run:
     """The steps of a run of 100 steps, on the towers of the test."""
 
     def __init__(self, towers, examples, config, precision="float32"):
-        config = replace(config, variable_placement=config.variable_placement or "cpu")
         self.config, self.towers = config, towers
-        self.batches = build.make_batches(config, examples, towers=towers)
+        self.batches = build.make_batches(config, examples)
         length = RunLength(self.batches.steps_per_epoch, 100, 100)
-        self.state, self.train_step, self.step_towers = build.make_training(
-            config, towers, precision, examples, length, load_images=self.batches.load_images
-        )
+        self.state, self.train_step, self.step_towers = build.make_training(config, towers, precision, examples, length)
 
     def rates(self, step=0, rate=None):
         """Return the recipe's learning rates of a step, or `rate` for all groups that are active in it."""

@@ -68,30 +68,28 @@ def make_state(synchronized=False):
     return TrainState(model, optimizer, ["cross_entropy", "total_loss"], STEPS)
 
 
-def combined(strategy, how, towers, batches, **options):
-    """Return the net's variables after all steps; `how` is where they are placed, or how mirrored ones are reduced."""
-    synchronized = options.get("batch_statistics") == "synchronized"
+def combined(strategy, placement, towers, batches, synchronized=False, **options):
+    """Return the net's variables after all steps."""
     if strategy == "mirrored":
-        mirrored = make_strategy(towers, how)
+        mirrored = make_strategy(towers)
         with mirrored.scope():
             state = make_state(synchronized)
         step = make_mirrored_step(mirrored, state, towers, loss_fn, AUGMENTATION, **options)
     else:
-        with variable_placement(how, towers):
+        with variable_placement(placement, towers):
             state = make_state(synchronized)
-        step = tf.function(make_update(state, towers, loss_fn, AUGMENTATION, **options), autograph=False)
+        update = make_update(state, towers, loss_fn, AUGMENTATION, synchronized=synchronized, **options)
+        step = tf.function(update, autograph=False)
     return after_steps(state, step, batches)
 
 
 @pytest.fixture(scope="module")
 def witness(batches):
-    """witness(parts): the same on one device; batch norm sees each of `parts` parts of the batch by itself, which are
-    of one size, or of the sizes of a tuple."""
+    """witness(parts): the same on one device; batch norm sees each of `parts` parts of the batch by itself."""
 
     @functools.cache
     def one_device(parts):
-        sizes = parts if isinstance(parts, tuple) else (BATCH // parts,) * parts
-        ends = np.cumsum([0, *sizes])
+        size = BATCH // parts
         model = small_net()
         statistics = model.non_trainable_variables
         buffers = [np.zeros(v.shape, np.float32) for v in model.trainable_variables]
@@ -99,10 +97,10 @@ def witness(batches):
             images = AUGMENTATION.augment(batch.images, batch.draws)
             before = [v.numpy() for v in statistics]
             gradients, moved = [], []
-            for part in range(len(sizes)):
+            for part in range(parts):
                 for variable, value in zip(statistics, before, strict=True):
                     variable.assign(value)
-                chosen = slice(ends[part], ends[part + 1])
+                chosen = slice(size * part, size * (part + 1))
                 with tf.GradientTape() as tape:
                     logits = model(images[chosen], training=True)
                     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(batch.labels[chosen], logits)
@@ -111,10 +109,10 @@ def witness(batches):
                 moved.append([v.numpy() for v in statistics])
             for variable, buffer, *of_parts in zip(model.trainable_variables, buffers, *gradients, strict=True):
                 buffer *= MOMENTUM
-                buffer += np.average(of_parts, 0, sizes)
+                buffer += np.mean(of_parts, 0)
                 variable.assign(variable - RATE * buffer)
             for variable, *of_parts in zip(statistics, *moved, strict=True):
-                variable.assign(np.average(of_parts, 0, sizes))
+                variable.assign(np.mean(of_parts, 0))
         return {v.path: v.numpy() for v in model.variables}
 
     return one_device
@@ -131,29 +129,11 @@ def test_every_placement_and_strategy_equals_one_device(towers, batches, witness
     """`synchronized` equals the whole batch on one device, `mean` the same batch in K parts, which batch norm sees."""
     for strategy, how, count in rows:
         by_mean, by_all = (
-            combined(strategy, how, towers(count), batches, batch_statistics=statistics)
-            for statistics in ("mean", "synchronized")
+            combined(strategy, how, towers(count), batches, synchronized) for synchronized in (False, True)
         )
         assert largest_difference(witness(1), by_all) < BOUND, (strategy, how, count)
         assert largest_difference(witness(count), by_mean) < BOUND, (strategy, how, count)
         assert count == 1 or largest_difference(witness(1), by_mean) > BOUND  # this net can tell the two apart
-
-
-@pytest.mark.parametrize(
-    ("placement", "shares"),
-    [("cpu", (3, 1)), ("round_robin", (2, 1, 1)), pytest.param("least_loaded", (3, 1), marks=pytest.mark.slow)],
-)
-def test_unequal_shares_equal_one_device(towers, batches, witness, placement, shares):
-    """Gradients and statistics by numbers of examples; `synchronized` is still of the whole batch."""
-    sizes = tuple(BATCH * share // sum(shares) for share in shares)
-    by_mean, by_all = (
-        combined("towers", placement, towers(len(shares)), batches, batch_statistics=statistics, shares=shares)
-        for statistics in ("mean", "synchronized")
-    )
-    assert largest_difference(witness(1), by_all) < BOUND
-    assert largest_difference(witness(sizes), by_mean) < BOUND
-    assert largest_difference(witness(1), by_mean) > BOUND  # this net can tell
-    assert largest_difference(witness(len(shares)), by_mean) > BOUND
 
 
 @pytest.mark.parametrize(
@@ -194,15 +174,3 @@ def test_stages_hold_their_variables_for_every_image_size(towers):
     stages = cut_in_stages(state.model, [tower.device for tower in towers(4)], open_size=64)
     for stage in stages:
         assert {variable.value.device[-5:] for variable in stage.model.variables} == {stage.device[-5:]}
-
-
-def test_final_batch_statistics_are_the_final_towers(towers, batches):
-    """The weights do not depend on whose moving statistics are kept; the statistics do."""
-    mean = combined("towers", "round_robin", towers(2), batches[:3], batch_statistics="mean")
-    mirrored = combined("mirrored", "auto", towers(2), batches[:3], batch_statistics="final")
-    for device in ("", "/CPU:0"):
-        options = {"batch_statistics": "final", "gradient_device": device}
-        final = combined("towers", "round_robin", towers(2), batches[:3], **options)
-        np.testing.assert_allclose(final["conv0/kernel"], mean["conv0/kernel"], rtol=1e-5, atol=1e-7)
-        assert np.abs(final["norm1/moving_mean"] - mean["norm1/moving_mean"]).max() > 1e-4
-        assert largest_difference(final, mirrored) < 1e-5

@@ -73,9 +73,8 @@ def test_two_towers_select_the_examples_one_selects(towers, examples):
         assert results[0].loss == pytest.approx(results[1].loss, rel=1e-4)
 
 
-@pytest.mark.parametrize("precision", [pytest.param("float32", marks=pytest.mark.slow), "float16"])
-def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples, precision):
-    run = Run(towers(2), examples, make_config(), precision)
+def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples):
+    run = Run(towers(2), examples, make_config())
     kernel = run.state.proxy.weights[1]
     kernel.assign(tf.fill(kernel.shape, np.inf))
     before = run.values()
@@ -85,8 +84,6 @@ def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples, precision
     moved = {name for name, value in before.items() if not np.array_equal(after[name], value, equal_nan=True)}
     assert {"proxy.step", "step", "model.dense.kernel"} <= moved
     assert not [name for name in moved if name.startswith(("proxy.model", "proxy.optimizer"))]
-    if precision == "float16":
-        assert after["loss_scale.scale"] == before["loss_scale.scale"]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +91,7 @@ def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples, precision
     [
         ({"hard_example_pool": 16}, 0, "hard_example_pool=16 must be larger than batch_size=16"),
         ({"hard_example_pool": 30, "num_gpus": 4}, 0, "hard_example_pool=30 .*4 towers.* 28 and 32"),
-        ({"strategy": "mirrored"}, 0, "hard_example_pool=32 .*strategy=mirrored"),
+        ({"strategy": "mirrored"}, 0, "hard_example_pool .*strategy=mirrored"),
         ({"parallelism": "model"}, 0, "parallelism=model"),
         ({"hard_example_pool": 512}, 0, "hard_example_pool=512 .*480"),
         ({"batch_size": 1000, "hard_example_pool": 1500}, 8, "hard_example_pool=1500 .*8 towers.* 1496 and 1504"),

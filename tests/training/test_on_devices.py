@@ -11,13 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tensorflow as tf
 from tensorflow.python.eager import context
-from tensorflow.python.framework.config import disable_op_determinism
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.towers.placement import HOST, short_device
-from tests.configs import TINY_NET, recipe
+from tests.configs import recipe
 from tests.training.runs import Run
 
 pytestmark = pytest.mark.gpu
@@ -66,42 +64,13 @@ def test_a_step_ran_where_the_policy_says(towers, examples, policy):
     assert updated == {HOST} if policy == "cpu" else len(updated) > 1
 
 
-@pytest.fixture
-def deterministic():
-    """Without it GPUs add up in an order that varies."""
-    tf.config.experimental.enable_op_determinism()
-    yield
-    disable_op_determinism()
-
-
-def test_images_kept_on_the_towers_are_gathered_there(towers, examples, deterministic):
-    """The same bits as with images in host memory, of which then none travel."""
-    on_towers = towers(2)
-    settings = {"model": TINY_NET, "batch_size": 16, "hard_example_pool": 32, "micro_batches": 2, "shift": 2}
-    settings |= {"whitening_images": 60}
-    here, there = (Run(on_towers, examples, TrainConfig(data_on=place, **settings)) for place in ("host", "device"))
-    devices = partitions(lambda: there.step(0), 2)
-    here.step(0)
-    assert here.step(1).loss == there.step(1).loss
-    for name, value in here.values().items():
-        np.testing.assert_array_equal(value, there.values()[name], err_msg=name)
-    images = [
-        device
-        for device, nodes in devices.items()
-        for node in nodes
-        if tf.uint8.as_datatype_enum in (value.type for value in node.attr.values())
-    ]
-    assert set(images) == {tower.device for tower in on_towers}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_every_precision_learns(towers, examples, precision):
     settings = {"model": "speednet_proxy", "crop": 20, "shift": 0, "batch_size": 96, "whitening_images": 60}
     run = Run(towers(2), examples, recipe("smoke", **settings), precision)
     losses = [float(run.step(step).loss) for step in range(40)]
     assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4]) and np.isfinite(losses).all()
-    assert run.state.loss_scale.dynamic == (precision == "float16")
 
 
 @pytest.mark.slow
@@ -114,7 +83,7 @@ def test_killed_deterministic_run_resumes_to_the_same_bits(tmp_path, small_folde
 
     assert start("whole").wait() == start("again").wait() == 0
     killed = start("killed")
-    while not list((tmp_path / "killed" / "checkpoints").glob("step-*")) and killed.poll() is None:
+    while not list((tmp_path / "killed").glob("step-*")) and killed.poll() is None:
         time.sleep(0.05)
     killed.send_signal(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL and start("killed").wait() == 0
@@ -127,5 +96,5 @@ def test_a_step_too_large_for_the_memory_is_one_line(tmp_path, small_folder):
     flags = ["--model=resnet56", "--batch_size=160", "--num_gpus=1", "--gpu_memory_limit_mb=64", "--max_steps=2"]
     command = [sys.executable, TRAIN, *flags, f"--dataset={small_folder}", f"--train_dir={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "the memory is too small for this" in done.stderr, done.stderr
+    assert done.returncode == 2 and "the memory is too small for a step" in done.stderr, done.stderr
     assert "--micro_batches=2" in done.stderr and "Traceback" not in done.stderr

@@ -17,9 +17,7 @@ from cifar_towers.models import convolution
 from cifar_towers.towers import Tower
 from cifar_towers.towers.placement import tower_devices
 from cifar_towers.training import build
-from cifar_towers.training.distributed_step import make_strategy
 from cifar_towers.training.losses import OWN
-from scripts.speedrun import operations
 from tests.configs import TINY_NET, net, recipe
 from tests.training.runs import Run
 
@@ -92,7 +90,6 @@ def test_an_independent_witness(towers, examples):
 
 def test_metrics_are_of_all_towers_and_losses_of_the_final_one(towers, examples):
     _, metrics = trained(towers(4), examples, "float32", 1)
-    assert metrics.diagnostics is None  # nobody looks
     assert metrics.tower_losses.shape == (4,)
     assert len(set(metrics.tower_losses)) == 4
     assert metrics.losses["total_loss"] == metrics.tower_losses[-1]
@@ -171,8 +168,8 @@ def gpu_runs(node):
 @pytest.mark.parametrize(
     ("name", "precision", "settings"),
     [
-        ("speed96", "bfloat16", {"hard_example_pool": 24, "whitening_images": 60, "data_on": "device"}),
-        ("cifarnet", "float16", {"cutout": 4}),
+        ("speed96", "bfloat16", {"hard_example_pool": 24, "whitening_images": 60}),
+        ("cifarnet", "float32", {"cutout": 4}),
         ("resnet20", "float32", {"micro_batches": 2}),
     ],
 )
@@ -180,8 +177,7 @@ def test_gpus_can_run_every_operation_of_a_tower(towers, examples, name, precisi
     """TensorFlow runs an operation without a kernel for GPUs on the CPU, and its tensors travel in every step."""
     last = dataclasses.replace(towers(2)[1], index=0)  # not on the host's device
     run = Run([last], examples, recipe(name, batch_size=12, variable_placement="round_robin", **settings), precision)
-    options = {} if "hard_example_pool" in settings else {"collect_diagnostics": tf.constant(True)}
-    graph = run.train_step.get_concrete_function(run.batches.at(0), run.rates(), **options).graph.as_graph_def()
+    graph = run.train_step.get_concrete_function(run.batches.at(0), run.rates()).graph.as_graph_def()
     inside = [node for function in graph.library.function for node in function.node_def]
     on_tower = [node for node in graph.node if node.device.endswith(last.device[1:])]
     assert len(on_tower) > 300
@@ -234,37 +230,14 @@ def test_frozen_groups_get_no_gradient_and_change_nothing_else(towers, examples,
         rates = run.rates(2)
         if not rests:
             rates["whitening"] = tf.constant(0.0)
-        work = operations.count(run.train_step.get_concrete_function(run.batches.at(2), rates))
-        backward.append(sum(work.values()))
+        graph = run.train_step.get_concrete_function(run.batches.at(2), rates).graph
+        backward.append(sum("Backprop" in op.type for op in graph.get_operations()))
         assert bool(run.step(2, rates=rates).updated)
         weights.append([weight.numpy() for weight in run.state.weights])
         np.testing.assert_array_equal(run.state.model.get_layer("whitening").kernel, filters)  # frozen all along
-    assert backward[0] - backward[1] == config.batch_size * 2 * 31 * 31 * 24 * 9 * 32
+    assert backward[0] > backward[1]
     for moved, rested in zip(*weights, strict=True):
         np.testing.assert_array_equal(moved, rested)
-
-
-def test_frozen_first_group_ends_the_backward_pass_behind_it(towers, examples):
-    """Its rates fall as the others' over the whole run, in 60 of 100 steps; then its weights stay."""
-    settings = {"model": "speednet_proxy", "crop": 0, "whitening_images": 200, "whitening_epochs": 0}
-    run = Run(towers(2), examples, cifarnet(**settings, freeze_first_group=0.6))
-    rates = [run.state.optimizer.learning_rates(step) for step in range(100)]
-    for step in range(60):
-        assert rates[step]["first_kernels"] == pytest.approx(rates[0]["kernels"] * (1 - step / 60))
-        assert rates[step]["first_biases"] == pytest.approx(rates[0]["biases"] * (1 - step / 60))
-    assert all(not any(name.startswith("first_") for name in rates[step]) for step in range(60, 100))
-
-    trace = run.train_step.get_concrete_function
-    before, after = (operations.count(trace(run.batches.at(step), run.rates(step))) for step in (59, 60))
-    to_kernels = 30 * 30 * 24 * 32 + 15 * 15 * 32 * 32
-    to_images = 15 * 15 * 32 * (32 + 64)
-    saved = sum(before.values()) - sum(after.values())
-    assert saved == run.config.batch_size * 2 * 9 * (to_kernels + to_images)
-    resting = {weight.ref() for weight in run.state.weights if "group1" in weight.name or "whitening" in weight.name}
-    values = {weight.ref(): weight.numpy() for weight in run.state.weights}
-    assert bool(run.step(60).updated)
-    for weight in run.state.weights:
-        assert (weight.numpy() == values[weight.ref()]).all() == (weight.ref() in resting), weight.name
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(towers, examples):
@@ -296,32 +269,6 @@ def test_model_losses_are_added_once(towers, examples):
     assert float(metrics.losses[OWN]) == pytest.approx(1e-3 * np.sum(kernel**2))
     further = without.weights[0].numpy() - with_loss.weights[0].numpy()
     np.testing.assert_allclose(further, np.float32(0.05) * 2e-3 * kernel, rtol=1e-6)
-
-
-def test_float16_trains_with_a_loss_scale(towers, examples):
-    """From the same state, its first gradients are those of float32."""
-    (half, metrics), (wide, _) = (trained(towers(2), examples, kind, 1) for kind in ("float16", "float32"))
-    assert int(half.loss_scale.good_steps) == 1 and np.isfinite(metrics.gradient_norm)
-    momenta = {name: slot.numpy() for name, slot in wide.named_variables().items() if "momentum" in name}
-    assert len(momenta) == len(wide.weights)
-    for name, wanted in momenta.items():
-        value = half.named_variables()[name].numpy()
-        assert np.linalg.norm(value - wanted) < 0.1 * np.linalg.norm(wanted), name  # poolings near a tie
-
-
-def test_float16_overflows_under_mirrored_variables_and_the_scale_shrinks(towers, examples):
-    run = Run(towers(2), examples, cifarnet(strategy="mirrored"), "float16")
-    state = run.state
-    state.loss_scale.scale.assign(2.0**120)  # no gradient survives that in float16
-    before = state.weights_sha256()
-    metrics = run.step()
-    assert not np.isfinite(metrics.gradient_norm) and state.loss_scale.can_shrink(float(metrics.loss_scale))
-    assert state.weights_sha256() == before and float(state.loss_scale.scale.numpy()) == 2.0**119
-
-
-def test_hierarchical_all_reduce_refuses_an_odd_number_of_towers(towers):
-    with pytest.raises(ValueError, match="hierarchical .*3 "):
-        make_strategy(towers(3), "hierarchical")
 
 
 def test_more_stages_than_layers_is_a_usage_error(examples):

@@ -1,0 +1,59 @@
+"""Losses that a model adds by itself."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from cifar_towers.models.layers import synchronize
+from cifar_towers.towers import run_on_towers_synchronized, split_batch
+from cifar_towers.training import step
+
+
+def test_every_call_of_a_layer_adds_its_losses():
+    """By hand: 1e-3 times the sum of squares of both outputs over the batch size, and of the kernel."""
+    keras.utils.set_random_seed(0)
+    penalty = keras.layers.ActivityRegularization(l2=1e-3)
+    images = keras.Input([6, 6, 3])
+    first = penalty(images)
+    second = penalty(keras.layers.Conv2D(4, 3, kernel_regularizer=keras.regularizers.L2(1e-3))(first))
+    model = keras.Model(images, keras.layers.Dense(10)(keras.layers.Flatten()(second)))
+    given = tf.random.stateless_uniform([2, 6, 6, 3], (0, 1))
+    outputs = given, model.get_layer(index=2)(given)
+    by_hand = [1e-3 * np.sum(np.square(output)) / 2 for output in outputs]
+    by_hand.append(1e-3 * np.sum(np.square(model.trainable_variables[0])))
+    variables = [v.value for v in model.trainable_variables], []
+    for _ in range(2):
+        losses = step.training_call(model)(*variables, given)[2:]
+        np.testing.assert_allclose(losses, by_hand, rtol=1e-5)
+
+
+def test_a_loss_that_is_a_vector_is_summed():
+    class Vector(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(keras.ops.mean(x, [1, 2, 3]) / 2)
+            return x
+
+    images = keras.Input([6, 6, 3])
+    model = keras.Model(images, keras.layers.Dense(2)(keras.layers.Flatten()(Vector()(images))))
+    given = tf.random.stateless_uniform([2, 6, 6, 3], (0, 1))
+    variables = [v.value for v in model.trainable_variables], []
+    (loss,) = step.training_call(model)(*variables, given)[2:]
+    np.testing.assert_allclose(loss, np.mean(given), rtol=1e-5)
+
+
+def test_towers_that_meet_in_a_norm_keep_their_losses(towers):
+    """The second tower calls each layer while the first one waits for it in the norm."""
+    images, both = keras.Input([6, 6, 3]), towers(2)
+    penalized = keras.layers.ActivityRegularization(l2=1e-3)(images)
+    model = keras.Model(images, keras.layers.BatchNormalization()(penalized))
+    synchronize(model)
+    call = step.training_call(model)
+    variables = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
+    given = tf.random.stateless_uniform([4, 6, 6, 3], (0, 1))
+
+    @tf.function(autograph=False)
+    def run(batch):
+        return run_on_towers_synchronized(lambda tower, shard: call(*variables, shard)[2:], both, batch)
+
+    losses = run(split_batch(given, both))
+    np.testing.assert_allclose(losses, [[1e-3 * np.sum(np.square(half)) / 2] for half in np.split(given, 2)], rtol=1e-5)
