@@ -31,7 +31,6 @@ MISTAKES, CONFUSION = "mistakes.png", "confusion.png"
 PROJECTOR = "projector_" + 8 * "[0-9]"  # directories of TensorBoard's projector, one per step
 PROJECTOR_FILES = ("features.tsv", "metadata.tsv", "sprite.png", "projector_config.pbtxt")
 EVENT_FILES = "events.out.tfevents.*"  # TensorBoard reads every file with `tfevents` in its name
-LAUNCH = ".launch"  # holds the name of the launch that cleared the directory
 LOCK = ".lock"  # locked by the process that writes the run
 CHECKPOINTS_DIR = "checkpoints"
 FILES = (CONFIG, ENVIRONMENT, METRICS, RESULT, ROLLBACKS, REPORT, TIMES, MISTAKES, CONFUSION)

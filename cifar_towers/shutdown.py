@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator
 
 from cifar_towers.errors import NOTHING_TO_SAVE, STOP_SIGNALS, Interrupted, interrupt_exit_code
 
-LAUNCH_VARIABLE = "CIFAR_TOWERS_LAUNCH"  # environment variable with an id that all processes of one launch share
 SIGNAL_DEBOUNCE_SECONDS = 0.1  # repeated signals within it count once: `timeout` signals a process, then its group
-LAUNCHER_DEBOUNCE_SECONDS = 1.0  # a launcher forwards a signal that its whole process group may have received
 
 
 class ShutdownHandler:
@@ -143,13 +141,12 @@ class ShutdownHandler:
             raise self._interrupted()
 
     def _watch(self, read_end: int) -> None:
-        debounce_seconds = LAUNCHER_DEBOUNCE_SECONDS if LAUNCH_VARIABLE in os.environ else SIGNAL_DEBOUNCE_SECONDS
         first = None
         while number := os.read(read_end, 1)[0]:
             if number not in STOP_SIGNALS:
                 continue
             if first is not None:
-                if time.monotonic() - first > debounce_seconds:
+                if time.monotonic() - first > SIGNAL_DEBOUNCE_SECONDS:
                     with contextlib.suppress(Exception):
                         self.before_exit()
                     os._exit(interrupt_exit_code(number))

@@ -60,7 +60,6 @@ def train(
     source: sources.Source,
     shutdown: ShutdownHandler,
     cluster: ClusterSpec | None = None,
-    launch_id: str = "",
     callbacks: Sequence[Any] = (),
     make_handle: Callable[[Path], Any] = Path,
     timer: PhaseTimer | None = None,
@@ -70,8 +69,6 @@ def train(
 
     Args:
       cluster: the workers to train with; None: this process alone.
-      launch_id: id that all processes of one launch share; empty without a launcher. A process that the launcher
-        restarts resumes, even with `overwrite`.
       callbacks: functions and objects that worker 0 calls during the run, besides the config's `callback`; see
         `Callbacks`.
       make_handle: function from the run's directory to the object that callbacks get as `run`.
@@ -94,8 +91,8 @@ def train(
         if cluster:
             workers.assert_equal(shared_values(config, dataset, hardware.precision, len(hardware.local_towers)))
         again = "the same command" + " without --overwrite" * config.overwrite  # which would delete the run
-        explained = explained_errors(config, hardware.towers)  # before `choose_directory` may drop `overwrite`
-        config, *others = (workdir.choose_directory(each, source.banner, launch_id) for each in (config, *others))
+        explained = explained_errors(config, hardware.towers)
+        config, *others = (workdir.choose_directory(each, source.banner) for each in (config, *others))
         overwritten = [each.directory for each in others if each.overwrite]
         with coordination.worker_train_dir(workers, config.train_dir) as own, explained:
             config = dataclasses.replace(config, train_dir=own)
@@ -103,7 +100,7 @@ def train(
             callbacks = [*callbacks, *named] if workers.is_chief else []
             with Callbacks(callbacks, make_handle(config.directory)).until_end() as told:
                 set_up = functools.partial(Run, dataset, source.banner, hardware, shutdown, workers, timer, told, again)
-                return train_run(config, set_up, launch_id, overwritten)
+                return train_run(config, set_up, overwritten)
 
 
 def shared_values(config: TrainConfig, dataset: Dataset, precision: str, num_towers: int) -> dict[str, Any]:
@@ -120,9 +117,7 @@ def shared_values(config: TrainConfig, dataset: Dataset, precision: str, num_tow
     return shared_settings(config) | versions | code | data | {"precision": precision, "towers": num_towers}
 
 
-def train_run(
-    config: TrainConfig, set_up: Callable[..., "Run"], launch_id: str, overwritten: Sequence[Path] = ()
-) -> dict:
+def train_run(config: TrainConfig, set_up: Callable[..., "Run"], overwritten: Sequence[Path] = ()) -> dict:
     """Train a run to its end, and write its result.
 
     With `overwrite`, its directory and the `overwritten` ones of other runs are cleared first.
@@ -144,7 +139,7 @@ def train_run(
                         for other in overwritten:
                             locks.enter_context(workdir.exclusive(other))
                         for directory in (config.directory, *overwritten):
-                            workdir.clear(directory, launch_id)
+                            workdir.clear(directory)
                     config = dataclasses.replace(config, overwrite=False)
                 if result := run.stored_result(step):
                     return result
@@ -354,7 +349,7 @@ class Run:
     def resume(self) -> int:
         """Log what will be trained, and restore the newest checkpoint or start with `init_from`; return the step."""
         self.logger.log_start()
-        check = functools.partial(workdir.check_resumable, self.requested, self.dataset, self._has_batch_norm)
+        check = functools.partial(workdir.check_resumable, self.requested, self.dataset)
         metadata = self.checkpoints.restore_latest(check, self.config.overwrite)
         # with `overwrite` the file belongs to the deleted run; after a restart in this process the timer is newer
         ignores_file = self.config.overwrite or self.timer.seconds

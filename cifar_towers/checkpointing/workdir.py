@@ -32,7 +32,6 @@ WRITTEN = (
     *(f"{name}/{written}" for name in EVENTS for written in (files.EVENT_FILES, f"{files.TEMPORARY}*")),
     *(f"{files.PROJECTOR}/{name}" for name in files.PROJECTOR_FILES),
     "train/plugins/profile",
-    files.LAUNCH,
     *(f"{files.TEMPORARY}{name}" for name in files.FILES),  # of writes that were killed
     *reversed(files.FILES),  # config.json last: a run is known by it
 )
@@ -72,21 +71,17 @@ def is_run(directory: Path) -> bool:
 # Before a run ---------------------------------------------------------------------------------------------------------
 
 
-def choose_directory(config: TrainConfig, banner: str, launch_id: str) -> TrainConfig:
+def choose_directory(config: TrainConfig, banner: str) -> TrainConfig:
     """Return the config with the directory that the run writes.
 
     A `banner` means that synthetic data replace CIFAR-10. The default directory then has `synthetic` in its name.
-    `overwrite` is switched off if this launch has cleared the directory before. A resumed run keeps its directory,
-    and its `init_from` unless the config names another one.
+    A resumed run keeps its directory, and its `init_from` unless the config names another one.
 
     Raises:
       UsageError: `init_from` is that directory.
     """
     if banner and not config.train_dir:
         config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
-    with contextlib.suppress(OSError):  # no launch has cleared it
-        if config.overwrite and launch_id and (config.directory / files.LAUNCH).read_text() == launch_id:
-            config = dataclasses.replace(config, overwrite=False)
     metadata = {} if config.overwrite else _newest_metadata(config.directory)
     given, saved = Path(config.init_from), metadata.get("recipe", {}).get("init_from", "")
     if config.init_from and given.resolve() == config.directory.resolve():
@@ -107,7 +102,7 @@ def _newest_metadata(directory: Path) -> dict[str, Any]:
     return {}
 
 
-def check_settings(config: TrainConfig, launch_id: str = "") -> None:
+def check_settings(config: TrainConfig) -> None:
     """Refuse a directory in use, or with a run of other settings, before TensorFlow is imported and data are loaded.
 
     `exclusive`, `check_is_own` and `check_resumable` repeat these checks later, when the model and the data are known.
@@ -117,13 +112,13 @@ def check_settings(config: TrainConfig, launch_id: str = "") -> None:
         made with other settings, or by an earlier version of this project; or a new run's `init_from` has none.
         DataError: all checkpoints of `init_from` are damaged.
     """
-    if not launch_id and files.is_locked(config.directory / files.LOCK):  # a launch's last process may still be ending
+    if files.is_locked(config.directory / files.LOCK):
         raise UsageError(IN_USE.format(config.directory))
     check_is_own(config)
     checkpoints = [] if config.overwrite else list_checkpoints(config.directory)
     if checkpoints:
         with contextlib.suppress(DataError):  # a damaged one is set aside later
-            _check_recipe(checkpoints[-1], read_metadata(checkpoints[-1]), config, has_batch_norm=False)
+            _check_recipe(checkpoints[-1], read_metadata(checkpoints[-1]), config)
     elif config.init_from:
         find_checkpoint(Path(config.init_from))
 
@@ -148,11 +143,11 @@ def check_is_own(config: TrainConfig) -> None:
         )
 
 
-def clear(directory: Path, launch: str = "") -> None:
-    """Remove what a run wrote, and nothing else. Then write the id `launch`: its restarted processes resume.
+def clear(directory: Path) -> None:
+    """Remove what a run wrote, and nothing else.
 
     Raises:
-      UsageError: something cannot be removed or written.
+      UsageError: something cannot be removed.
     """
     try:
         if _find(directory, (files.CONFIG, *CHECKPOINTS)):
@@ -164,8 +159,6 @@ def clear(directory: Path, launch: str = "") -> None:
             for path in _find(directory, SHARED):
                 with contextlib.suppress(OSError):
                     path.rmdir()
-        if launch:
-            (directory / files.LAUNCH).write_text(launch)
     except OSError as error:
         raise UsageError(f"{directory} cannot be cleared: {error_text(error)}; give another --train_dir") from error
 
@@ -184,7 +177,7 @@ def previous_choices(config: TrainConfig, num_towers: int) -> dict[str, Any]:
     return {name: metadata[name] for name in CHOSEN if is_comparable and metadata.get(name)}
 
 
-def check_resumable(config: TrainConfig, dataset: Dataset, has_batch_norm: bool, checkpoint: Path) -> None:
+def check_resumable(config: TrainConfig, dataset: Dataset, checkpoint: Path) -> None:
     """Refuse to resume a run from a checkpoint of another one.
 
     Raises:
@@ -192,7 +185,7 @@ def check_resumable(config: TrainConfig, dataset: Dataset, has_batch_norm: bool,
       DataError: the data set now has other images.
     """
     metadata = read_metadata(checkpoint)
-    _check_recipe(checkpoint, metadata, config, has_batch_norm, dataset.name)
+    _check_recipe(checkpoint, metadata, config, dataset.name)
     if changed := dataset.changed_splits(metadata):
         had, has = "validation_sha256" in metadata, "validation" in dataset.digests()
         validation = "" if had == has else f" ({'no' if had else 'new'} validation images)"
@@ -202,9 +195,7 @@ def check_resumable(config: TrainConfig, dataset: Dataset, has_batch_norm: bool,
         )
 
 
-def _check_recipe(
-    checkpoint: Path, metadata: dict[str, Any], config: TrainConfig, has_batch_norm: bool, dataset: str = ""
-) -> None:
+def _check_recipe(checkpoint: Path, metadata: dict[str, Any], config: TrainConfig, dataset: str = "") -> None:
     """Raise if a checkpoint was made with other settings, or on another data set if the name of one is given.
 
     Neither the value chosen for `auto` nor another path to the same code counts as another setting.
@@ -217,7 +208,7 @@ def _check_recipe(
         before, now = split_function(saved[setting]), split_function(getattr(config, setting))
         if before and now and before[1] == now[1] and code.get(setting) == digest:
             saved[setting] = getattr(config, setting)
-    differing = differing_settings(config, saved, has_batch_norm)
+    differing = differing_settings(config, saved)
     names = metadata["dataset"], dataset or metadata["dataset"]
     if names[0] != names[1] and not all(split_path(name)[0] for name in names):  # files may have moved
         differing.append("dataset {} -> {}".format(*names))

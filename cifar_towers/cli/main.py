@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import os
 import sys
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.program import checked_output, confirm, find_data, import_tensorflow, parse, program, start_tool
 from cifar_towers.cli.run import Run
 from cifar_towers.config import TrainConfig, parse_seeds, programs
-from cifar_towers.config.train_config import check_training, claimed_accuracy, recipe_fields, recipe_names
+from cifar_towers.config.train_config import recipe_names
 from cifar_towers.errors import DivergedError, RunError, UsageError, command
 from cifar_towers.multi_worker import cluster_spec, launcher
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
@@ -38,16 +37,13 @@ def train(shutdown: ShutdownHandler) -> None:
     """
     config = parse(TrainConfig, train)
     cluster = join_cluster(config)
-    if measured := measured_accuracy(config):
-        log.info(f"recipe {config.recipe}, measured to reach {measured}")
-    start_training(config, shutdown, cluster, os.environ.get(launcher.LAUNCH_VARIABLE, ""))
+    start_training(config, shutdown, cluster)
 
 
 def start_training(
     config: TrainConfig,
     shutdown: ShutdownHandler,
     cluster: ClusterSpec | None = None,
-    launch_id: str = "",
     callbacks: Sequence = (),
     make_handle: Callable[[Path], Run] = Run,
 ) -> None:
@@ -61,23 +57,22 @@ def start_training(
     from cifar_towers.reporting.phase_timer import PhaseTimer
 
     timer = PhaseTimer()  # TensorFlow's import is a part of the start
-    check_training(config)
     source = sources.find(config.dataset, config.data_dir)
     if not (cluster and cluster.index):  # only worker 0 has a directory
         for run in [config.of_seed(seed) for seed in parse_seeds(config.seeds)] or [config]:
-            run = workdir.choose_directory(run, source.banner, launch_id)
-            workdir.check_settings(run, launch_id)
+            run = workdir.choose_directory(run, source.banner)
+            workdir.check_settings(run)
             if source.is_among_pictures(run.directory):
                 raise UsageError(
                     f"train_dir={run.directory} is among the pictures of {source.name}; give one outside of it"
                 )
     import_tensorflow()
     if config.seeds:
-        train_seeds(config, source, shutdown, launch_id)
+        train_seeds(config, source, shutdown)
         return
     from cifar_towers import trainer
 
-    result = trainer.train(config, source, shutdown, cluster, launch_id, callbacks, make_handle, timer)
+    result = trainer.train(config, source, shutdown, cluster, callbacks, make_handle, timer)
     if not result["weights_sha256"].startswith(config.expect_sha256):
         raise RunError(
             f"the weights after step {result['step']} have sha256 {result['weights_sha256'][:16]}, not expect_sha256="
@@ -86,7 +81,7 @@ def start_training(
         )
 
 
-def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: ShutdownHandler, launch_id: str = "") -> None:
+def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: ShutdownHandler) -> None:
     """Train one run for each seed; print mean, standard deviation and n of the final accuracies.
 
     The same statistics of every scalar are written for TensorBoard, to `<recipe>-seeds` beside the runs, or to `seeds`
@@ -106,15 +101,14 @@ def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: Shutdow
     diverged: dict[int, str] = {}
     seeds = parse_seeds(config.seeds)
     runs = [config.of_seed(seed) for seed in seeds]
-    chosen = [workdir.choose_directory(run, source.banner, launch_id) for run in runs]
+    chosen = [workdir.choose_directory(run, source.banner) for run in runs]
     directories, overwritten = [run.directory for run in chosen], [run.directory for run in chosen if run.overwrite]
-    launch_id = launch_id or uuid.uuid4().hex  # written to cleared directories: no later run clears them again
     statistics = directories[0].with_name(directories[0].name.removesuffix(str(seeds[0])) + "s")
     with SeedStatistics(statistics, directories, overwritten).updated_in_background():
         for run in runs:
-            others = [other for other in runs if other is not run]
+            others = runs[1:] if run is runs[0] else ()  # with `overwrite`, the first run clears all directories
             try:
-                result = trainer.train(run, source, shutdown, launch_id=launch_id, make_handle=Run, others=others)
+                result = trainer.train(run, source, shutdown, make_handle=Run, others=others)
                 results.append(result)
             except DivergedError as error:
                 diverged[run.seed] = str(error)
@@ -141,13 +135,11 @@ def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: Shutdow
 
 
 def join_cluster(config: TrainConfig) -> ClusterSpec | None:
-    """Return the workers of `resolve_cluster`. Warn of the port that this process opens; refuse a public address."""
+    """Return the workers of `resolve_cluster`, and warn of the port that this process opens."""
     cluster = resolve_cluster(config, os.environ)
     if not cluster:
         return None
     address = cluster.addresses[cluster.index]
-    if not config.allow_public_cluster:
-        cluster_spec.check_not_public(address, config.worker_wait_seconds)
     if cluster.index:
         logging.getLogger("cifar_towers").setLevel(logging.WARNING)  # the chief logs for all workers
         logging.getLogger("cifar_towers.multi_worker").setLevel(logging.INFO)  # except where a worker is
@@ -193,8 +185,6 @@ def launch(shutdown: ShutdownHandler) -> int:
                 "--workers and --worker_index, or leave --num_workers on each of several machines"
             )
         training.check_shares(max(training.num_gpus, 1) * config.num_workers)
-    else:
-        resolve_cluster(training, os.environ)
     shutdown.announce = lambda line: None  # the workers announce it
     shutdown.defer_signals()
     command = [*command_for(train), *config.command]
@@ -357,14 +347,3 @@ def command_for(function: Callable[[], None]) -> list[str]:
 def read_recipe(name: str) -> TrainConfig | None:
     """Return a recipe of `configs/`; None if there is none of this name."""
     return parse_command_line(TrainConfig, ["", f"--recipe={name}"], "") if name in recipe_names() else None
-
-
-def measured_accuracy(config: TrainConfig) -> str:
-    """Return the accuracy that the recipe was measured to reach; empty if unknown, or if flags change the training."""
-    recipe = read_recipe(config.recipe)
-    if not recipe:
-        return ""
-    whole = config.max_steps == recipe.max_steps and not config.target_accuracy
-    same_data = config.dataset in (recipe.dataset, "auto")  # a fallback to other data says so itself
-    same = recipe_fields(dataclasses.replace(config, seed=recipe.seed)) == recipe_fields(recipe)
-    return claimed_accuracy(config.recipe) if whole and same_data and same else ""

@@ -50,16 +50,13 @@ def test_other_settings_are_refused_before_tensorflow_is_imported(config, tmp_pa
 
 @pytest.mark.parametrize("settings", [{}, {"overwrite": True}, {"seeds": "0,7"}])
 def test_a_directory_in_use_is_refused_before_tensorflow_is_imported(tmp_path, monkeypatch, settings):
-    """A process of a launch goes on to the lock itself: the one that it replaces may be about to end."""
     monkeypatch.setattr(main, "import_tensorflow", Mock(side_effect=ImportError))
     config = dataclasses.replace(CONFIG, train_dir=str(tmp_path), **settings)
     directory = tmp_path / "seed7" if config.seeds else tmp_path
     files.make(directory)
-    with files.locked(directory / ".lock"):
-        with pytest.raises(UsageError, match=f"^another process trains in {directory}; end it, or give .*--train_dir$"):
-            main.start_training(config, ShutdownHandler())
-        with pytest.raises(ImportError):
-            main.start_training(config, ShutdownHandler(), launch_id="one")
+    refused = pytest.raises(UsageError, match=f"^another process trains in {directory}; end it, or give .*--train_dir$")
+    with files.locked(directory / ".lock"), refused:
+        main.start_training(config, ShutdownHandler())
     with pytest.raises(ImportError):
         main.start_training(config, ShutdownHandler())
 
@@ -71,7 +68,7 @@ def test_settings_are_compared_with_the_newest_checkpoint(config):
     with pytest.raises(UsageError, match=f"step-00000001 .*{different}.* --overwrite"):
         workdir.check_settings(other)
     workdir.check_settings(dataclasses.replace(other, overwrite=True))
-    workdir.check_settings(dataclasses.replace(config, num_gpus=2, micro_batches=2))  # batch norm is not known yet
+    workdir.check_settings(dataclasses.replace(config, num_gpus=2))
     newest = save(config, 2)
     (newest / checkpoint.METADATA).write_text("damaged")
     workdir.check_settings(other)  # the start sets it aside, and then compares with the one before
@@ -205,7 +202,7 @@ def test_what_was_chosen_for_auto_may_be_given_on_resume(chosen, given, is_refus
     config = TrainConfig(micro_batches=0)
     metadata = {"recipe": recipe_fields(config), "dataset": "cifar10"} | chosen
     with pytest.raises(UsageError, match=" -> ") if is_refused else contextlib.nullcontext():
-        workdir._check_recipe(Path("step-1"), metadata, dataclasses.replace(config, **given), has_batch_norm=True)
+        workdir._check_recipe(Path("step-1"), metadata, dataclasses.replace(config, **given))
 
 
 def test_code_may_be_at_another_path_on_resume(tmp_path):
@@ -214,10 +211,10 @@ def test_code_may_be_at_another_path_on_resume(tmp_path):
     metadata = {"recipe": recipe_fields(config), "own_code": workdir.own_code(config), "dataset": "cifar10"}
     moved = dataclasses.replace(config, loss=f"{tmp_path}/moved.py:loss")
     (tmp_path / "mine.py").rename(tmp_path / "moved.py")
-    workdir._check_recipe(Path("step-1"), metadata, moved, has_batch_norm=False)
+    workdir._check_recipe(Path("step-1"), metadata, moved)
     (tmp_path / "moved.py").write_text("def loss(labels, logits):\n    return 2\n")
     with pytest.raises(UsageError, match="loss .*mine.py:loss -> .*moved.py:loss"):
-        workdir._check_recipe(Path("step-1"), metadata, moved, has_batch_norm=False)
+        workdir._check_recipe(Path("step-1"), metadata, moved)
 
 
 @pytest.mark.parametrize(

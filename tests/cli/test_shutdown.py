@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.multi_worker.launcher import LAUNCH_VARIABLE
 from tests.messages import lines_with
 
 ROOT = Path(__file__).parents[2]
@@ -85,13 +84,6 @@ def test_two_signals_at_once_count_once(doing, pause):
     """Send signals as `timeout` does, to a process and then its group; also while the first is announced."""
     exit_code, out, _ = Child(doing + busy(1)).send_signals(signal.SIGTERM, 0.1, pause)
     assert exit_code == 143 and "interrupted" in out
-
-
-def test_signal_forwarded_by_a_launcher_counts_once(monkeypatch):
-    """After Ctrl-C, which the whole process group receives."""
-    monkeypatch.setenv(LAUNCH_VARIABLE, "0")
-    exit_code, out, _ = Child(busy(1)).send_signals(signal.SIGINT, 0.1, 0.4)
-    assert exit_code == 130 and "interrupted" in out
 
 
 REPLACED = "try: time.sleep(30)\n        except BaseException: raise TypeError('as Keras has it')"

@@ -46,11 +46,10 @@ def draw_nothing(*_):
     return np.zeros([8, 8, 3], np.uint8)
 
 
-def run(config, train_dir="", stop=None, launch_id="", callbacks=(), **settings):
+def run(config, train_dir="", stop=None, callbacks=(), **settings):
     """Train with `config`, some settings replaced, and return the result."""
     config = replace(config, train_dir=str(train_dir or config.train_dir), **settings)
-    shutdown = stop or ShutdownHandler()
-    return trainer.train(config, sources.find(config.dataset), shutdown, launch_id=launch_id, callbacks=callbacks)
+    return trainer.train(config, sources.find(config.dataset), stop or ShutdownHandler(), callbacks=callbacks)
 
 
 class StopAtStep(ShutdownHandler):

@@ -170,14 +170,14 @@ def test_best_checkpoint_is_kept_beside_the_newest(tmp_path):
     assert [metadata["step"] for metadata in kept] == [best, STEPS] and kept[0]["accuracy"] == scores[best]
 
 
-def test_overwrite_applies_once_per_launch_and_keeps_foreign_files(tmp_path, capsys):
+def test_overwrite_starts_again_and_keeps_foreign_files(tmp_path, capsys):
     mine = [tmp_path / name for name in ("notes.txt", "train/cat/1.png", "result/table.csv", "checkpoints/best.h5")]
     for path in mine:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
     weights = set()
-    for launch_id, complete in (("one", False), ("one", True), ("another", False)):
-        weights.add(run(TINY, tmp_path, launch_id=launch_id, max_steps=1, overwrite=True)["weights_sha256"])
+    for overwrite, complete in ((True, False), (False, True), (True, False)):
+        weights.add(run(TINY, tmp_path, max_steps=1, overwrite=overwrite)["weights_sha256"])
         assert bool(lines_with(capsys.readouterr().out, "complete", "step 1")) == complete
     assert len(weights) == 1
     assert [path.read_text() for path in mine] == ["mine"] * len(mine)
@@ -192,9 +192,7 @@ def test_overwrite_applies_once_per_launch_and_keeps_foreign_files(tmp_path, cap
 
 
 def test_an_interrupt_after_overwrite_says_that_overwrite_would_delete_the_run(tmp_path):
-    """The launcher starts the second process anew, which resumes; its user would type `--overwrite` again too."""
-    for at, steps_left in ((2, 2), (3, 1)):
-        with pytest.raises(Interrupted, match=f"^saved step {at}: the same command without --overwrite resumes$"):
-            run(TINY, tmp_path, StopAtStep(steps_left), launch_id="one", max_steps=5, overwrite=True)
-    with pytest.raises(Interrupted, match="^saved step 4: the same command resumes$"):
+    with pytest.raises(Interrupted, match="^saved step 2: the same command without --overwrite resumes$"):
+        run(TINY, tmp_path, StopAtStep(2), max_steps=5, overwrite=True)
+    with pytest.raises(Interrupted, match="^saved step 3: the same command resumes$"):
         run(TINY, tmp_path, StopAtStep(1), max_steps=5)
