@@ -3,7 +3,6 @@
 This module does not import TensorFlow, so that a wrong name is refused at once.
 """
 
-import math
 import os
 import re
 from pathlib import Path
@@ -16,31 +15,27 @@ from cifar_towers.user_code import split_function
 class ModelSpec(NamedTuple):
     """The properties of a model that settings depend on."""
 
-    any_image_size: bool = False  # takes images of other sizes than it was built for, as with `image_size_schedule`
     is_speednet: bool = False  # built for no image size, with whitening filters, and roles by the names of its layers
-    muon: bool = False  # Muon has been tried on the model's kernels
 
 
 class OptimizerSpec(NamedTuple):
     """The properties of an optimizer that settings depend on."""
 
     by_length: bool = False  # the update depends on the number of steps in the run
-    rate_limit: float = math.inf  # learning rates must be lower, because a weight changes by about the rate in a step
 
 
 MODELS = {
     "cifarnet": ModelSpec(),
-    **dict.fromkeys(("resnet20", "resnet32", "resnet44", "resnet56", "resnet110"), ModelSpec(any_image_size=True)),
+    **dict.fromkeys(("resnet20", "resnet32", "resnet44", "resnet56", "resnet110"), ModelSpec()),
     **dict.fromkeys(
-        ("speednet93", "speednet94", "speednet95", "speednet96", "speednet_proxy"),
-        ModelSpec(any_image_size=True, is_speednet=True, muon=True),
+        ("speednet93", "speednet94", "speednet95", "speednet96", "speednet_proxy"), ModelSpec(is_speednet=True)
     ),
 }
 
 OPTIMIZERS = {  # `training.optimizers.make_optimizer` has the update rules of each
     "momentum": OptimizerSpec(),
     "muon": OptimizerSpec(by_length=True),
-    "adamw": OptimizerSpec(rate_limit=0.1),
+    "adamw": OptimizerSpec(),
 }
 BUILT_IN = ("cifar10", "synthetic", "auto")  # the directories of runs on them carry no data set's name
 PREFIXES = FOLDER, CSV, NPY = "folder:", "csv:", "npy:"  # of the names of data sets at a path

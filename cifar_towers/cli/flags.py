@@ -1,12 +1,10 @@
 """Command-line flags made from a config's settings, and their help text."""
 
 import dataclasses
-import difflib
 import os
-import shlex
 import sys
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +15,6 @@ from cifar_towers.config.train_config import (
     DEFAULT_RECIPE,
     RECIPE,
     REST,
-    check_overrides,
     names_with,
     recipe_flagfile,
     recipe_names,
@@ -28,19 +25,6 @@ BASIC = (  # settings of a training that --help lists, in this order; --helpfull
     *("recipe", "num_gpus", "dataset", "model", "epochs", "batch_size", "precision", "variable_placement"),
     *("seed", "train_dir", "overwrite"),
 )
-OTHER_NAMES = {  # setting -> its names in other programs
-    "num_gpus": ("device", "devices", "world_size", "nproc"),
-    "precision": ("amp", "fp16", "bf16", "dtype", "mixed_precision"),
-    "model": ("arch", "net", "network", "backbone"),
-    "train_dir": ("logdir", "log_dir", "output_dir", "save_dir", "workdir", "model_dir", "out", "resume"),
-    "micro_batches": ("accumulation_steps", "grad_accum"),
-    "validation_examples": ("val_split", "validation_split"),
-    "init_from": ("pretrained", "finetune", "init_checkpoint", "load_from"),
-    "dataset": ("data",),
-    "learning_rate_schedule": ("scheduler",),
-    "recipe": ("config",),
-    "overwrite": ("force",),
-}
 PATHS = ("train_dir", "init_from", "out", "runs_dir")  # after `--train_dir=` the shell leaves a ~ as it is
 HELP_COLUMNS = 100
 Config = TypeVar("Config")
@@ -49,23 +33,20 @@ Config = TypeVar("Config")
 def parse_command_line(config_class: type[Config], argv: Sequence[str], description: str) -> Config:
     """Make a config from a recipe, flags and flagfiles, of which later ones override earlier ones.
 
-    Print the help and exit if the command line asks for it: --help, --helpfull, or --help=part of flags' names.
+    Print the help and exit if the command line asks for it: --help or --helpfull.
 
     Raises:
       UsageError: stray arguments, unknown flags, or values of a wrong type, out of range or in conflict.
     """
-    asked = dict(argument.lstrip("-").partition("=")[::2] for argument in argv[1:] if argument.startswith("-"))
-    if {"h", "help", "helpfull"} & asked.keys():
-        part, is_full = asked.get("help", "").lstrip("-"), "helpfull" in asked
-        print(help_text(config_class, description, part) if part or is_full else short_help(config_class, description))
+    if asked := {"-h", "--help", "--helpfull"}.intersection(argv[1:]):
+        print(help_text(config_class, description, is_full="--helpfull" in asked))
         sys.exit(0)
     values, stray = _parse_flags(config_class, argv)
     if recipe := _choose_recipe(values, argv):  # it stands first, so that every flag overrides it
-        given, recipe_argv = values, [argv[0], f"--flagfile={recipe_flagfile(recipe)}"]
-        values, stray = _parse_flags(config_class, [*recipe_argv, *argv[1:]])
+        values, stray = _parse_flags(config_class, [argv[0], f"--flagfile={recipe_flagfile(recipe)}", *argv[1:]])
     rest = names_with(config_class, group=REST)
     if stray and not rest:
-        raise UsageError(f"{stray[0]!r} is not a flag; {_advice_on_word(stray[0], config_class)}")
+        raise UsageError(f"{stray[0]!r} is not a flag; settings are given as --name=value; --help lists them")
     settings: dict[str, Any] = {field.name: getattr(values, field.name) for field in flag_settings(config_class)}
     settings |= {name: os.path.expanduser(settings[name]) for name in PATHS if name in settings}
     settings |= {name: tuple(stray) for name in rest}
@@ -73,51 +54,27 @@ def parse_command_line(config_class: type[Config], argv: Sequence[str], descript
         settings["recipe"] = recipe or Path(_last_flagfile(argv)).stem
     if of_recipe := _recipe_settings(config_class):
         settings["recipe"] = TrainConfig(**{field.name: settings.pop(field.name) for field in of_recipe})
-    config = config_class(**settings)
-    if recipe and config_class is TrainConfig:
-        replaced = _parse_flags(config_class, recipe_argv)[0].flag_values_dict()
-        check_overrides(recipe, replaced, settings, [name for name in given if given[name].present])
-    return config
+    return config_class(**settings)
 
 
-def short_help(config_class: type[Any], description: str) -> str:
-    """Return the help of the flags that people need: a program's own, and the `BASIC` ones of a training."""
+def help_text(config_class: type[Any], description: str, is_full: bool = True) -> str:
+    """Return the help of all flags by group, or of a program's own flags and the `BASIC` ones of a training."""
     settings, of_training = flag_settings(config_class), dataclasses.fields(TrainConfig)
-    basic = [field for name in BASIC for field in settings if field.name == name and field in of_training]
-    shown = [*(field for field in settings if field not in of_training), *basic]
-    left = len(settings) - len(shown)
-    more = f"{left} more flags: --helpfull lists all, --help=batch those with batch in their names" if left else ""
-    return _join_help(config_class, description, {"Flags": shown}, more)
-
-
-def help_text(config_class: type[Any], description: str, part: str = "") -> str:
-    """Return the help of all flags, or of those with `part` in their names, by group."""
     groups: dict[str, list[dataclasses.Field]] = {}
-    for field in flag_settings(config_class):
-        if part in field.name:
+    if is_full:
+        for field in settings:
             groups.setdefault(field.metadata["group"], []).append(field)
-    return _join_help(config_class, description, groups, "" if groups else f"No flag has {part} in its name.")
+        return _join_help(config_class, description, groups)
+    basic = [field for name in BASIC for field in settings if field.name == name and field in of_training]
+    groups["Flags"] = [*(field for field in settings if field not in of_training), *basic]
+    left = len(settings) - len(groups["Flags"])
+    return _join_help(config_class, description, groups, f"{left} more flags: --helpfull lists all" if left else "")
 
 
 def flag_settings(config_class: type) -> list[dataclasses.Field]:
     """Return the settings that have a flag: a config's own, and those of the recipe that it may hold."""
     own = [field for field in dataclasses.fields(config_class) if field.metadata["group"] not in (REST, RECIPE)]
     return own + _recipe_settings(config_class)
-
-
-def suggest_flag(name: str, known: Collection[str]) -> str:
-    """Return the flag that somebody may mean by an unknown name, as `learning_rate` for `lr`; empty if none is like it.
-
-    The candidates are the name that another program gives to a setting, initials, similar spellings, the flags that
-    begin with the name or contain it, and flags that the name contains.
-    """
-    initials = {"".join(word[0] for word in flag.split("_")): flag for flag in known if "_" in flag}
-    candidates = [flag for flag, names in OTHER_NAMES.items() if name in names]
-    candidates += [initials.get(name, ""), *difflib.get_close_matches(name, known, n=1, cutoff=0.75)]
-    candidates += sorted((flag for flag in known if flag.startswith(name)), key=len)
-    candidates += sorted((flag for flag in known if name in flag.split("_") or flag in name.split("_")), key=len)
-    candidates += difflib.get_close_matches(name, known, n=1)
-    return next((flag for flag in candidates if flag in known), "") if len(name) > 1 else ""
 
 
 def _parse_flags(config_class: type, argv: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
@@ -136,16 +93,7 @@ def _parse_flags(config_class: type, argv: Sequence[str]) -> tuple[flags.FlagVal
     try:
         return values, values(argv)[1:]
     except (flags.Error, UnicodeDecodeError) as error:
-        raise UsageError(_describe_flag_error(error, config_class)) from None
-
-
-def _advice_on_word(word: str, config_class: type) -> str:
-    """Return what to type instead of an argument that is not a flag."""
-    known = [field.name for field in flag_settings(config_class)]
-    for name, is_meant in {"recipe": word in recipe_names(), "train_dir": os.path.isdir(word)}.items():
-        if is_meant and name in known:
-            return f"perhaps --{name}={shlex.quote(word)} is meant"
-    return "settings are given as --name=value, with quotes around a value with spaces; --help lists them"
+        raise UsageError(f"{' '.join(str(error).split())}; --helpfull lists the flags") from None
 
 
 def _choose_recipe(values: flags.FlagValues, argv: Sequence[str]) -> str:
@@ -185,20 +133,6 @@ class _NumberOrWord(flags.ArgumentParser):
         if word is None and isinstance(number, float) and number in self.words.values():
             raise ValueError(f"{number:g} is not possible; give a larger number, or {', '.join(self.words)}")
         return number
-
-
-def _describe_flag_error(error: Exception, config_class: type) -> str:
-    flag, refused = getattr(error, "flagname", ""), getattr(config_class, "refused", {})
-    known = [field.name for field in flag_settings(config_class)]
-    for name in (flag, flag.removeprefix("no")):
-        if name in refused:
-            return f"{name} is not a flag of this program: {refused[name]}; leave it out"
-    if isinstance(error, flags.UnrecognizedFlagError):
-        suggestion = suggest_flag(flag, known)
-        meant = f"did you mean --{suggestion}? " if suggestion else ""
-        return f"--{flag} is not a flag; {meant}--helpfull lists the flags"
-    message = " ".join(str(error).split()).removeprefix("ERROR:: ")
-    return f"{message}; {'configs/ has the recipes' if 'flagfile' in message else '--helpfull lists the flags'}"
 
 
 def _recipe_settings(config_class: type) -> list[dataclasses.Field]:

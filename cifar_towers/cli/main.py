@@ -13,7 +13,7 @@ from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.program import checked_output, confirm, find_data, import_tensorflow, parse, program, start_tool
 from cifar_towers.cli.run import Run
 from cifar_towers.config import TrainConfig, parse_seeds, programs
-from cifar_towers.config.train_config import check_training, claimed_accuracy, recipe_fields, recipe_names
+from cifar_towers.config.train_config import recipe_names
 from cifar_towers.errors import DivergedError, RunError, UsageError
 from cifar_towers.evaluation.score import describe_score, reported_score
 from cifar_towers.multi_worker import cluster_spec, launcher
@@ -60,7 +60,6 @@ def start_training(
     from cifar_towers.reporting.phase_timer import PhaseTimer
 
     timer = PhaseTimer()  # TensorFlow's import is a part of the start
-    check_training(config)
     source = sources.find(config.dataset, config.data_dir)
     with contextlib.ExitStack() as stack:
         if cluster and cluster.index:  # worker 0 alone writes the run
@@ -124,7 +123,7 @@ def train_seeds(config: TrainConfig) -> None:
 
 
 def join_cluster(config: TrainConfig) -> ClusterSpec | None:
-    """Return the workers of `resolve_cluster`. Warn of the port that this process opens; refuse a public address."""
+    """Return the workers of `resolve_cluster`, and warn of the port that this process opens."""
     cluster = resolve_cluster(config, os.environ)
     if not cluster:
         return None
@@ -332,14 +331,3 @@ def command_for(function: Callable[[], None]) -> list[str]:
 def read_recipe(name: str) -> TrainConfig | None:
     """Return a recipe of `configs/`; None if there is none of this name."""
     return parse_command_line(TrainConfig, ["", f"--recipe={name}"], "") if name in recipe_names() else None
-
-
-def measured_accuracy(config: TrainConfig) -> str:
-    """Return the accuracy that the recipe was measured to reach; empty if unknown, or if flags change the training."""
-    recipe = read_recipe(config.recipe)
-    if not recipe:
-        return ""
-    whole = config.max_steps == recipe.max_steps and not config.target_accuracy
-    same_data = config.dataset in (recipe.dataset, "auto")  # a fallback to other data says so itself
-    same = recipe_fields(dataclasses.replace(config, seed=recipe.seed)) == recipe_fields(recipe)
-    return claimed_accuracy(config.recipe) if whole and same_data and same else ""

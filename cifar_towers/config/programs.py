@@ -1,7 +1,6 @@
 """The settings of every program but `train.py`. Imports no TensorFlow, so that a usage error is immediate."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -29,7 +28,6 @@ EXPORT_FORMATS = ("saved_model", "keras", "litert", "tflite", "onnx")
 VARIED = ("strategy", "variable_placement", "parallelism", "num_gpus")  # by the benchmark
 CLUSTER = names_with(TrainConfig, group="Cluster")
 OF_TRAINING = ("log_device_placement", "overwrite", "seeds")  # do nothing where a step is measured
-NO_TRAIN_DIR = {"train_dir": "directories of runs are given as they are, as runs/one"}
 _run, _data, _evaluation = settings_of("Run"), settings_of("Data"), settings_of("Evaluation")
 _export, _table, _launch, _benchmark = map(settings_of, ("Export", "Table", "Launch", "Benchmark"))
 
@@ -149,7 +147,6 @@ class CompareConfig:
     exit_codes: ClassVar[str] = describe_exit_codes(
         UsageError, DataError, success="everything in both runs is equal", failure="something differs, or a bug"
     )
-    refused: ClassVar[Mapping[str, str]] = NO_TRAIN_DIR
 
     runs: tuple[str, ...] = setting((), REST, "two runs' directories")
 
@@ -163,7 +160,6 @@ class RunsConfig:
     """Settings of `runs.py`."""
 
     exit_codes: ClassVar[str] = describe_exit_codes(UsageError, failure="a bug or the output cannot be written")
-    refused: ClassVar[Mapping[str, str]] = NO_TRAIN_DIR
 
     runs_dir: str = _run("runs", "directory below which runs are looked for")
     sort: str = _table("", "column to sort by; default: the directory", choices=("", *RUN_FIELDS))
@@ -190,7 +186,6 @@ class ReportConfig:
     """Settings of `report.py`."""
 
     exit_codes: ClassVar[str] = describe_exit_codes(UsageError, failure="a bug or the page cannot be written")
-    refused: ClassVar[Mapping[str, str]] = NO_TRAIN_DIR
 
     out: str = setting(
         "", "Report", "path of the page; default: report.html in the run's directory, or here for several runs"
@@ -227,13 +222,12 @@ class BenchmarkConfig:
     """Settings of `benchmark.py`: a recipe, and how to measure its step."""
 
     exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, or what it started failed"
-    refused: ClassVar[Mapping[str, str]] = {  # settings of the recipe without a flag here -> why
-        **dict.fromkeys(VARIED, f"the benchmark varies {', '.join(VARIED)} itself"),
-        **dict.fromkeys(CLUSTER, "the benchmark measures one machine"),
-        "init_from": "a step takes as long with any weights",
-        "gpu_memory_growth": "the processes of the benchmark share the GPUs, so it is always on",
-        **dict.fromkeys(OF_TRAINING, "the benchmark trains no run"),
-    }
+    refused: ClassVar[tuple[str, ...]] = (  # settings of the recipe without a flag here
+        *VARIED,
+        *CLUSTER,
+        *OF_TRAINING,
+        *("init_from", "gpu_memory_growth"),
+    )
 
     recipe: TrainConfig = setting(TrainConfig(), RECIPE, "the recipe whose step is measured")
     train_dir: str = _benchmark("", "directory of the results; default: runs/benchmark-<recipe>")

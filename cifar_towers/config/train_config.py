@@ -9,23 +9,20 @@ import functools
 import math
 import os
 import re
-import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from cifar_towers import registry
 from cifar_towers.config import schedules
-from cifar_towers.errors import TRAINING_ERRORS, DataError, UsageError, count, describe_exit_codes, did_you_mean
-from cifar_towers.registry import BUILT_IN, MODELS, OPTIMIZERS, TTA_LEVELS, model_spec, split_path
+from cifar_towers.errors import TRAINING_ERRORS, DataError, UsageError, count, describe_exit_codes
+from cifar_towers.registry import BUILT_IN, MODELS, OPTIMIZERS, TTA_LEVELS, split_path
 from cifar_towers.user_code import check_function_name, split_function
 
 REST = "the rest"  # group of the setting that holds a program's positional arguments
 RECIPE = "the recipe"  # group of the setting that holds a TrainConfig; each setting of that config is a flag
 MIN_IMAGE_SIZE = 18  # pixels
 MAX_PROFILE_STEPS = 100
-RATES = ("bias_learning_rate", "head_learning_rate", "whitening_learning_rate")  # besides learning_rate
-MAX_HEAD_RATE_OF_PROXY = 50.0  # speed94 has 554, for the scaled head of its net; speed96, which has a proxy, 0.587
 PRECISIONS = ("float32", "bfloat16")
 PRECISION_HELP = "number format the net computes in; auto: bfloat16 if the hardware computes it faster, else float32"
 ERRORS = (UsageError, DataError)  # of every program that reads data
@@ -48,7 +45,7 @@ def setting(
     choices: Sequence[str] | None = None,
     check: Callable[[Any], object] | None = None,
     words: Mapping[str, float] | None = None,
-    on_resume: Literal["refuse", "allow", "allow_without_batch_norm"] = "refuse",
+    on_resume: Literal["refuse", "allow"] = "refuse",
     per_worker: bool = False,
     per_run: bool = False,
 ) -> Any:
@@ -58,7 +55,6 @@ def setting(
       check: validates values other than the default.
       words: words that stand for numbers, as {"auto": 0}.
       on_resume: what happens if a run is resumed with another value. `refuse`: the setting belongs to the recipe.
-        `allow_without_batch_norm`: it changes the function that is trained if the model has batch normalization.
       per_worker: workers of one cluster may have different values.
       per_run: runs with different values are still repetitions of one experiment, to be averaged.
     """
@@ -213,14 +209,12 @@ class TrainConfig(DeviceConfig):
         "statistics of batch normalization: of each tower's shard, with moving statistics that are the mean over the "
         "towers; or synchronized over the batch",
         choices=("mean", "synchronized"),
-        on_resume="allow_without_batch_norm",
     )
     micro_batches: int = _towers.recipe(
         1,
         "gradient accumulation: number of parts in which each tower computes its share of the batch",
         low=1,
         high=1024,
-        on_resume="allow_without_batch_norm",
     )
     parallelism: str = _towers.free(
         "data",
@@ -238,9 +232,6 @@ class TrainConfig(DeviceConfig):
         -1, "index of this process; worker 0 writes train_dir; -1: from TF_CONFIG or Slurm's variables", low=-1
     )
     worker_wait_seconds: float = _cluster.free(25.0, "longest wait for all workers at the start, in seconds", low=1)
-    allow_public_cluster: bool = _cluster.free(
-        False, "permission for worker addresses that the internet reaches; TensorFlow's port has no authentication"
-    )
 
     recipe: str = _run.free(
         "", "recipe to train, a file in configs/; default: speed94, unless --model or --flagfile is given"
@@ -410,10 +401,9 @@ class TrainConfig(DeviceConfig):
         parse_seeds(self.seeds)
         parse_profile_steps(self.profile_steps)
         schedules.parse_rate_schedule(self.learning_rate_schedule)
-        _check_model(self)
-        _check_images(self)
-        _check_run(self)
-        _check_parallelism(self)
+        for is_conflict, message in CONFLICTS:
+            if is_conflict(self):
+                raise UsageError(message.format(**vars(self)))
         if self.num_gpus:
             self.check_shares(self.num_gpus)
 
@@ -483,92 +473,64 @@ class TrainConfig(DeviceConfig):
         return ""
 
 
-# Combinations of settings that cannot be used together ----------------------------------------------------------------
+# Combinations of settings that would silently train something else ----------------------------------------------------
 
 
-def _check_images(config: TrainConfig) -> None:
-    size, schedule = config.image_size, config.image_size_schedule
-    sizes = schedules.ImageSizeSchedule(schedule, size).points.values
-    for image_size in sizes:
-        if image_size != int(image_size) or not MIN_IMAGE_SIZE <= image_size <= size:
-            raise UsageError(
-                f"image_size_schedule={schedule}: sizes must be whole numbers from {MIN_IMAGE_SIZE} to {size}; let it "
-                f"end with {size}, or leave it empty: --image_size_schedule="
-            )
-    if config.crop and not MIN_IMAGE_SIZE <= config.crop <= size:
-        raise UsageError(f"crop={config.crop} is not a size from {MIN_IMAGE_SIZE} to {size} pixels, or 0 for no crop")
-    if config.crop and schedule:
-        raise UsageError(f"crop={config.crop} and image_size_schedule={schedule} both set the image size; give one")
-    if sizes[-1] != size:
-        raise UsageError(
-            f"image_size_schedule={schedule} ends with {sizes[-1]:g} pixels, and the net is evaluated on "
-            f"image_size={size}; let it end with {size}, or leave it empty: --image_size_schedule="
-        )
-    image_size = config.crop or size
-    if config.cutout > image_size:
-        raise UsageError(f"cutout={config.cutout} is larger than the {image_size} pixels of the image it would blank")
-    if 0 < config.hard_example_pool <= config.batch_size:
-        raise UsageError(
-            f"hard_example_pool={config.hard_example_pool} must be larger than batch_size={config.batch_size}, the "
-            "number of examples that a step trains on; or 0 for none"
-        )
+def _cluster_settings(config: TrainConfig) -> list[str]:
+    """Return the names of the cluster's settings that are not at their defaults."""
+    names = names_with(TrainConfig, group="Cluster")
+    return [name for name in names if getattr(config, name) != getattr(TrainConfig, name)]
 
 
-def _check_model(config: TrainConfig) -> None:
-    spec = model_spec(config.model)
-    if config.image_size_schedule and not spec.any_image_size:
-        raise UsageError(f"model={config.model} takes images of one size; leave image_size_schedule empty")
-    if config.optimizer == "muon" and not spec.muon:
-        tried = ", ".join(name for name, other in MODELS.items() if other.muon)
-        raise UsageError(f"optimizer=muon is for {tried}; choose momentum or adamw for {config.model}")
+def _has_wrong_sizes(config: TrainConfig) -> bool:
+    sizes = schedules.ImageSizeSchedule(config.image_size_schedule, config.image_size).points.values
+    is_possible = all(size == int(size) and MIN_IMAGE_SIZE <= size <= config.image_size for size in sizes)
+    return not is_possible or sizes[-1] != config.image_size  # the size of evaluation
 
 
-def _check_run(config: TrainConfig) -> None:
-    if config.target_accuracy and not config.eval_every_epochs:
-        raise UsageError("target_accuracy is checked at evaluations; give eval_every_epochs too")
-    if config.seeds and config.seed:
-        raise UsageError(f"seed={config.seed} and seeds={config.seeds} are both given; give one")
-    if config.seeds and config.strategy == "multi_worker":
-        raise UsageError("strategy=multi_worker trains one run; give one seed at a time")
-    if config.epochs == 0 and config.max_steps == 0:
-        raise UsageError("epochs=0 and max_steps=0 leave nothing to do; give one of them")
-    cluster = names_with(TrainConfig, group="Cluster")
-    given = [name for name in cluster if getattr(config, name) != getattr(TrainConfig, name)]
-    if given and config.strategy != "multi_worker":
-        raise UsageError(f"{' and '.join(given)}: only with --strategy=multi_worker; give it too, or leave them out")
+def _shares_no_batch(config: TrainConfig) -> bool:
+    return config.strategy != "towers" or config.parallelism == "model"
 
 
-def _check_parallelism(config: TrainConfig) -> None:
-    strategy, has_stages = config.strategy, config.parallelism == "model"
-    if config.batch_statistics == "synchronized" and (config.micro_batches != 1 or has_stages):
-        other = "micro_batches" if config.micro_batches != 1 else "parallelism=model"
-        raise UsageError(f"batch_statistics=synchronized needs the whole batch at once; leave {other}")
-    if has_stages and strategy != "towers":
-        raise UsageError(f"parallelism=model has one copy of the model; leave strategy={strategy}")
-    if strategy == "towers" and not has_stages:
-        return
-    other = "parallelism=model" if has_stages else f"strategy={strategy}"
-    if config.variable_placement not in ("", "cpu"):
-        raise UsageError(f"{other} keeps variables on devices of its own; leave variable_placement")
-    if config.hard_example_pool:
-        raise UsageError(f"hard_example_pool is for towers that share the batch; leave it, or {other}")
-
-
-def check_training(config: TrainConfig) -> None:
-    """Refuse settings that are valid together but train or evaluate badly."""
-    limit = OPTIMIZERS[config.optimizer].rate_limit
-    if rates := [name for name in ("learning_rate", *RATES) if getattr(config, name) >= limit]:
-        raise UsageError(
-            f"optimizer={config.optimizer} changes each weight by about its rate in a step, and {rates[0]}="
-            f"{getattr(config, rates[0])} is too large for that; give one as --{rates[0]}=0.001"
-        )
-    if config.flip == "none" and config.tta:
-        raise UsageError(f"tta={config.tta} averages over mirrored images, and flip=none leaves them out; give --tta=0")
-    if config.hard_example_pool and config.head_learning_rate > MAX_HEAD_RATE_OF_PROXY:
-        raise UsageError(
-            f"hard_example_pool: the proxy net trains at the rates of model={config.model}, and head_learning_rate="
-            f"{config.head_learning_rate:g} is far too high for it; take another recipe, as --recipe=speed95"
-        )
+CONFLICTS: tuple[tuple[Callable[[TrainConfig], Any], str], ...] = (  # (condition, message that may name settings)
+    (
+        _has_wrong_sizes,
+        f"image_size_schedule={{image_size_schedule}}: sizes are whole numbers from {MIN_IMAGE_SIZE} to "
+        "image_size={image_size}, which is the last",
+    ),
+    (lambda c: c.crop > c.image_size, "crop={crop} is larger than image_size={image_size}"),
+    (lambda c: c.crop and c.image_size_schedule, "crop and image_size_schedule both set the image size; give one"),
+    (
+        lambda c: c.target_accuracy and not c.eval_every_epochs,
+        "target_accuracy is checked at evaluations; give eval_every_epochs too",
+    ),
+    (lambda c: c.seeds and c.seed, "seed={seed} and seeds={seeds} are both given; give one"),
+    (
+        lambda c: c.seeds and c.strategy == "multi_worker",
+        "strategy=multi_worker trains one run; give one seed at a time",
+    ),
+    (lambda c: not (c.epochs or c.max_steps), "epochs=0 and max_steps=0 leave nothing to do; give one of them"),
+    (
+        lambda c: _cluster_settings(c) and c.strategy != "multi_worker",
+        "settings of a cluster need --strategy=multi_worker; give it too, or leave them out",
+    ),
+    (
+        lambda c: c.batch_statistics == "synchronized" and (c.micro_batches != 1 or c.parallelism == "model"),
+        "batch_statistics=synchronized needs the whole batch at once; leave micro_batches and parallelism",
+    ),
+    (
+        lambda c: c.parallelism == "model" and c.strategy != "towers",
+        "parallelism=model has one copy of the model; leave strategy={strategy}",
+    ),
+    (
+        lambda c: _shares_no_batch(c) and c.variable_placement not in ("", "cpu"),
+        "variable_placement={variable_placement} is for strategy=towers with parallelism=data",
+    ),
+    (
+        lambda c: _shares_no_batch(c) and c.hard_example_pool,
+        "hard_example_pool={hard_example_pool} is for strategy=towers with parallelism=data",
+    ),
+)
 
 
 # Recipes: the flagfiles in `configs/`, and the settings that decide what is trained -----------------------------------
@@ -580,49 +542,9 @@ def recipe_names() -> list[str]:
 
 
 def recipe_flagfile(name: str) -> Path:
-    known = recipe_names()
-    if name in known:
-        return RECIPES / f"{name}.cfg"
-    if Path(name).is_file():
-        raise UsageError(f"recipe={name} is a file, and no name of a recipe; write {shlex.quote(f'--flagfile={name}')}")
-    raise UsageError(f"there is no recipe {name}; {did_you_mean(name, known)}the recipes are {', '.join(known)}")
-
-
-def check_overrides(
-    recipe: str, of_recipe: Mapping[str, Any], values: Mapping[str, Any], given: Collection[str]
-) -> None:
-    """Refuse a flag that changes, say, the model of a recipe while settings tuned for the old model stay.
-
-    Those must be given too.
-
-    Args:
-      of_recipe, values: settings by name, without and with the flags. given: names of the flags.
-    """
-    for cause, dependent, hint in (
-        ("model", RATES, " (0: as learning_rate)"),
-        ("optimizer", RATES if OPTIMIZERS[values["optimizer"]].rate_limit < math.inf else (), " (0: as learning_rate)"),
-        ("optimizer", ("learning_rate",), ""),
-        ("batch_size", ("hard_example_pool",), " (0: all examples)"),
-        ("image_size", ("crop",), " (0: whole images)"),
-    ):
-        left = [name for name in dependent if of_recipe[name] and name not in given]
-        if left and values[cause] != of_recipe[cause]:
-            has = " and ".join(f"{name}={of_recipe[name]}" for name in left)
-            raise UsageError(
-                f"recipe={recipe} has {has} for {cause}={of_recipe[cause]}; with {cause}={values[cause]} give "
-                f"{' '.join(f'--{name}=...' for name in left)} too{hint}"
-            )
-
-
-def recipes_of_model(model: str) -> list[str]:
-    """Return the names of the recipes that train a model."""
-    return [name for name in recipe_names() if f"--model={model}\n" in recipe_flagfile(name).read_text()]
-
-
-def claimed_accuracy(name: str) -> str:
-    """Return the accuracy that the header of a recipe's file states; empty if it was not measured."""
-    measured = re.search(r"^# Measured: (.*)$", recipe_flagfile(name).read_text(), re.M)
-    return measured[1] if measured else ""
+    if name not in recipe_names():
+        raise UsageError(f"recipe={name} is not one of {', '.join(recipe_names())}")
+    return RECIPES / f"{name}.cfg"
 
 
 def recipe_fields(config: TrainConfig) -> dict[str, Any]:
@@ -638,19 +560,15 @@ def recipe_fields(config: TrainConfig) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in left_out}
 
 
-def differing_settings(config: TrainConfig, saved: Mapping[str, Any], has_batch_norm: bool) -> list[str]:
+def differing_settings(config: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
     """Return the settings because of which a run may not be resumed, each as `name saved value -> value now`.
 
     Args:
-      saved: `recipe_fields` of the run so far. A setting that is missing there had its default value.
-      has_batch_norm: whether the net has batch normalization; some settings change what is trained only there.
+      saved: `recipe_fields` of the run so far.
     """
-    conditional = names_with(TrainConfig, on_resume="allow_without_batch_norm")
-    defaults = {name: value for name, value in recipe_fields(TrainConfig()).items() if name not in conditional}
-    unknown = [f"{name} {value} -> no longer a setting" for name, value in saved.items() if not hasattr(config, name)]
-    saved, current = {**defaults, **saved}, recipe_fields(config)
-    compared = [name for name in current if name in saved and (has_batch_norm or name not in conditional)]
-    return unknown + [f"{name} {saved[name]} -> {current[name]}" for name in compared if saved[name] != current[name]]
+    current = recipe_fields(config)
+    names = [name for name in current if name in saved]
+    return [f"{name} {saved[name]} -> {current[name]}" for name in names if saved[name] != current[name]]
 
 
 def shared_settings(config: TrainConfig) -> dict[str, Any]:

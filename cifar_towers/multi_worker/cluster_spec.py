@@ -1,21 +1,16 @@
 """The workers of a cluster: their addresses, the index of this process, and what they can ask of each other."""
 
 import dataclasses
-import ipaddress
-import itertools
 import json
 import logging
 import re
-import socket
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cifar_towers.errors import UsageError, WorkerLostError
+from cifar_towers.errors import UsageError
 
-RETRY_SECONDS = 0.2  # between attempts to resolve a name
 SLURM_PORTS = 20_000  # the first port of jobs under Slurm, and the number of their ports
-HOW_TO_NAME_WORKERS = "give --workers=host:port,... and --worker_index, or set TF_CONFIG, or start it with srun"
+MAX_TASKS_PER_NODE = 1024  # of a job under Slurm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,143 +82,47 @@ def resolve_cluster(workers: str, worker_index: int, environment: Mapping[str, s
       UsageError: the workers are not named anywhere, or they make no cluster.
     """
     if workers:
-        (addresses, index), source = (workers.split(","), worker_index), "workers"
-        if worker_index < 0:
-            raise UsageError(f"workers={workers} needs the index of this process; give --worker_index=0 or more")
+        addresses, index = workers.split(","), worker_index
     elif environment.get("TF_CONFIG"):
-        (addresses, index), source = _from_tf_config(environment["TF_CONFIG"]), "TF_CONFIG"
+        addresses, index = _from_tf_config(json.loads(environment["TF_CONFIG"]))
     elif "SLURM_PROCID" in environment:
-        (addresses, index), source = _from_slurm(environment), "Slurm's variables"
+        addresses, index = _from_slurm(environment)
     else:
-        raise UsageError(f"strategy=multi_worker needs to know its workers; {HOW_TO_NAME_WORKERS}")
-    if worker_index >= 0 and worker_index != index:
-        raise UsageError(f"worker_index={worker_index}, but {source} says that this is worker {index}")
-    return _validated(addresses, index, source)
-
-
-def _validated(addresses: list[str], index: int, source: str) -> ClusterSpec:
-    for address in addresses:
-        split_address(address)
-    if len(set(addresses)) < len(addresses):
-        repeated = next(address for address in addresses if addresses.count(address) > 1)
-        raise UsageError(f"{source}: {repeated} is given twice; each worker needs its own address")
-    if len(addresses) < 2:
-        raise UsageError(f"{source}: one worker is no cluster; give more workers, or leave out strategy=multi_worker")
+        raise UsageError(
+            "strategy=multi_worker needs to know its workers; give --workers=host:port,... and --worker_index, or set "
+            "TF_CONFIG, or start it with srun"
+        )
+    is_valid = all(re.fullmatch(r"\S+:\d+", address) for address in addresses)
+    if not is_valid or len(addresses) < 2 or len(set(addresses)) < len(addresses):
+        raise UsageError(f"workers={','.join(addresses)}: a cluster has two or more workers, each at its own host:port")
     if not 0 <= index < len(addresses):
-        raise UsageError(f"{source}: worker_index={index} is not from 0 to {len(addresses) - 1}")
+        raise UsageError(f"worker_index={index} is not from 0 to {len(addresses) - 1}")
     return ClusterSpec(tuple(addresses), index)
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Split an address: `"10.0.0.1:5000"` -> ("10.0.0.1", 5000); `"[::1]:5000"` -> ("::1", 5000).
-
-    Raises:
-      UsageError: the address is not a host and a port.
-    """
-    host, colon, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    try:
-        named = bool(host.encode("idna")) and not re.search(r"[\s/]", host)
-    except UnicodeError:  # a label of the name is empty or too long
-        named = False
-    if not (colon and named and re.fullmatch(r"\d+", port) and 0 < int(port) < 2**16):
-        raise UsageError(f"workers: {address!r} is not host:port; write --workers=10.0.0.1:5000,10.0.0.2:5000")
-    return host, int(port)
-
-
-def resolve(host: str, port: int, seconds: float) -> list[tuple]:
-    """Call `socket.getaddrinfo` until the host's name is known, as for pods that have just been created.
-
-    Raises:
-      WorkerLostError: the name is still unknown after `seconds`.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise WorkerLostError(f"workers: {host}:{port} cannot be resolved: {error.strerror}") from error
-            time.sleep(RETRY_SECONDS)
-
-
-def check_not_public(address: str, seconds: float) -> None:
-    """Check that a worker's address is private, as TensorFlow's port has no authentication.
-
-    Raises:
-      UsageError: the address is public.
-      WorkerLostError: its name cannot be resolved within `seconds`.
-    """
-    addresses = {info[4][0] for info in resolve(*split_address(address), seconds)}
-    public = sorted(ip for ip in addresses if ipaddress.ip_address(ip.partition("%")[0]).is_global)
-    if public:
-        raise UsageError(
-            f"workers: {public[0]} is a public address, and TensorFlow's port there has no authentication; use a "
-            "private network, or give --allow_public_cluster if a firewall admits only the workers"
-        )
-
-
-def _from_tf_config(text: str) -> tuple[list[str], int]:
+def _from_tf_config(content: Mapping[str, Any]) -> tuple[list[str], int]:
     """Read addresses and index from {"cluster": {"worker": [...]}, "task": {"type": "worker", "index": 0}}.
 
     A `chief` is worker 0.
     """
-    try:
-        content = json.loads(text)
-        cluster, task = content["cluster"], content["task"]
-        chiefs, workers = list(cluster.get("chief", [])), list(cluster.get("worker", []))
-        kind, index = task["type"], int(task["index"])
-        addresses = [str(address) for address in chiefs + workers]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(
-            f"TF_CONFIG cannot be read ({type(error).__name__}: {error}); write "
-            '{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}'
-        ) from None
+    chiefs, workers = (content["cluster"].get(kind, []) for kind in ("chief", "worker"))
+    kind, index = content["task"]["type"], int(content["task"]["index"])
     if kind not in ("chief", "worker"):
-        raise UsageError(
-            f"TF_CONFIG: tasks of type {kind} are not supported; use worker, of which worker 0 is the chief"
-        )
-    return addresses, index + (len(chiefs) if kind == "worker" else 0)
+        raise UsageError(f"TF_CONFIG: a task of type {kind} trains nothing; write worker, or chief for worker 0")
+    return [*chiefs, *workers], index + (len(chiefs) if kind == "worker" else 0)
 
 
 def _from_slurm(environment: Mapping[str, str]) -> tuple[list[str], int]:
-    """Return addresses and index of a job step's tasks, in Slurm's block distribution; the job id gives the ports."""
-    try:
-        index, tasks = int(environment["SLURM_PROCID"]), int(environment["SLURM_NTASKS"])
-        nodes = _expand_nodelist(environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"])
-        counts = _expand_counts(environment.get("SLURM_STEP_TASKS_PER_NODE") or environment["SLURM_TASKS_PER_NODE"])
-        base = SLURM_PORTS + int(environment.get("SLURM_JOB_ID", 0)) % SLURM_PORTS
-    except (KeyError, ValueError) as error:
-        message = f"Slurm's variables are incomplete: {error} is missing or not a number; {HOW_TO_NAME_WORKERS}"
-        raise UsageError(message) from None
-    addresses = [f"{node}:{base + place}" for node, count in zip(nodes, counts, strict=False) for place in range(count)]
-    if len(addresses) != tasks or len(nodes) != len(counts):
-        raise UsageError(
-            f"Slurm's variables name {tasks} tasks, but {len(addresses)} on {len(nodes)} nodes; {HOW_TO_NAME_WORKERS}"
-        )
-    return addresses, index
+    """Return addresses and index of a job step's tasks; the job id gives the ports.
 
+    TensorFlow sorts the nodes by name. Slurm does not, so the task's place on its node gives the index.
+    """
+    import tensorflow as tf  # only here, because the import takes seconds
 
-def _expand_counts(tasks_per_node: str) -> list[int]:
-    """Expand Slurm's tasks per node: `"2,1(x3)"` -> 2, 1, 1, 1."""
-    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node)
-    return [int(count) for count, times in counts for _ in range(int(times or 1))]
-
-
-def _expand_nodelist(nodes: str) -> list[str]:
-    """Expand names: `"gpu[1-2,7],login"` -> gpu1, gpu2, gpu7, login; numbers keep their leading zeros."""
-    expanded: list[str] = []
-    for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
-        parts = re.findall(r"([^\[]+)|\[([^\]]*)\]", name)
-        choices = [[plain] if plain else _expand_range(ranges) for plain, ranges in parts]
-        expanded += map("".join, itertools.product(*choices))
-    return expanded
-
-
-def _expand_range(choices: str) -> list[str]:
-    """Expand ranges: `"01-03,7"` -> 01, 02, 03, 7."""
-    expanded = []
-    for part in choices.split(","):
-        low, _, high = part.partition("-")
-        expanded += [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
-    return expanded
+    first_port = SLURM_PORTS + int(environment["SLURM_JOB_ID"]) % SLURM_PORTS
+    resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
+        port_base=first_port, gpus_per_node=MAX_TASKS_PER_NODE, gpus_per_task=1, auto_set_gpu=False
+    )
+    addresses = resolver.cluster_spec().job_tasks("worker")
+    port = first_port + int(environment["SLURM_LOCALID"])
+    return addresses, addresses.index(f"{environment['SLURMD_NODENAME']}:{port}")

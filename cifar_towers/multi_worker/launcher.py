@@ -27,12 +27,16 @@ def launch(
     """Run a training in `num_workers` local workers, or in one process if it is 0; return its exit code.
 
     Workers meet on the loopback interface, with flags of their own after `command`. A single process may be part of a
-    cluster. After an exit code that is not in `FINAL` all restart, at most `max_restarts` times. The first signal is
-    forwarded and prevents restarts, a second kills the workers.
+    cluster. After an exit code that is not in `FINAL` all restart, at most `max_restarts` times, and resume. The first
+    signal is forwarded and prevents restarts. A second one ends this process, and the workers stop on their own.
+
+    Raises:
+      UsageError: this machine has GPUs, and fewer than workers.
     """
     signals = StopSignals()
     for restart in range(max_restarts + 1):
-        codes = _run(command, num_workers, signals)
+        with signals.recorded():
+            codes = _run([*command, "--nooverwrite"] if restart else command, num_workers, signals)
         first_failed = next((worker for worker, code in codes.items() if code), None)
         if first_failed is None or signals.received or codes[first_failed] in FINAL:
             break
@@ -74,9 +78,14 @@ def _run(command: Sequence[str], num_workers: int, signals: StopSignals) -> dict
 
 
 def _start_all(command: Sequence[str], count: int) -> list[Started]:
-    """Start each worker on its share of this machine's cores and GPUs, if there are enough for all."""
+    """Start each worker on its share of this machine's GPUs, and of its cores if there are enough for all."""
     addresses = ",".join(free_addresses(count))
     cores, gpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [], _gpus()
+    if 0 < len(gpus) < count:
+        raise UsageError(
+            f"num_workers={count} needs a GPU for each, and this machine has {len(gpus)}; give fewer workers, or set "
+            "CUDA_VISIBLE_DEVICES= to train on CPUs"
+        )
     workers = []
     for index in range(count):
         own = ["--strategy=multi_worker", f"--workers={addresses}", f"--worker_index={index}"]
@@ -91,12 +100,21 @@ def _start_all(command: Sequence[str], count: int) -> list[Started]:
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str] = {}, prefix: str = "") -> Started:
-    """Start a process that shares this one's output. With a `prefix`, a thread puts the prefix before each line."""
+    """Start a process that shares this one's output. With a `prefix`, a thread puts the prefix before each line.
+
+    It has a process group of its own: after Ctrl-C it gets the signal from this process, and not from the terminal too.
+    """
     environment = {**os.environ, **environment}
     if not prefix:
-        return subprocess.Popen(command, env=environment), None
+        return subprocess.Popen(command, env=environment, process_group=0), None
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command,
+        env=environment,
+        process_group=0,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     )
     reader = threading.Thread(target=_print_lines, args=(process.stdout, prefix), daemon=True)
     reader.start()

@@ -23,13 +23,13 @@ import tensorflow as tf
 
 from cifar_towers import files
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.schedules import RunLength, parse_rate_schedule
-from cifar_towers.config.train_config import recipe_fields, recipes_of_model
+from cifar_towers.config.schedules import RunLength
+from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.data.dataset import Dataset, DatasetInfo, Split
 from cifar_towers.errors import RunError, UsageError, command, count
 from cifar_towers.evaluation.score import Evaluation, describe_score, reported_score, score_tag
 from cifar_towers.hardware import available_cores, cpuinfo, gpu_names
-from cifar_towers.registry import MODELS, split_path
+from cifar_towers.registry import split_path
 from cifar_towers.reporting import figures, tags
 from cifar_towers.reporting.console import Progress, ProgressStatus, format_estimate, format_seconds
 from cifar_towers.reporting.phase_timer import PhaseTimer, TimeLeft, training_seconds
@@ -47,7 +47,6 @@ METHODS = ("on_start", "on_step", "on_evaluation", "on_end")  # of callbacks; `o
 PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tensorboard", "numpy", "absl-py")
 SCALARS_PER_SUMMARY = 10  # scalars are written this many times as often as whole summaries
 DRAWING_SHARE = 0.02  # of the run's time that drawing evaluations may take
-FEW_STEPS = 100  # in which no net here trains well
 NOISE_DECAY = 0.9  # of the running averages of signal and noise, whose ratio is the noise scale
 
 
@@ -111,8 +110,6 @@ class RunLogger:
             f"{self.run.dataset.name}: {images}; {steps} of {config.batch_size}{hardest}, {length.steps_per_epoch} "
             f"per epoch; writing to {self.directory}"
         )
-        for note in notes(config, length):
-            self.log(note)
 
     def open(self, step: int, image_size_at: Callable[[int], int], images_left: Callable[[int], int]) -> None:
         """Open the files of a run that starts or resumes at `step`, and write its settings and environment.
@@ -527,27 +524,6 @@ def describe_run(run: RunInfo) -> dict[str, Any]:
         ],
         "model": layers,
     }
-
-
-def notes(config: TrainConfig, length: RunLength) -> Iterator[str]:
-    """Yield lines about settings that do less than they seem to."""
-    if config.model in MODELS and not config.recipe and (recipes := recipes_of_model(config.model)):
-        yield f"no recipe: settings are the flags' defaults; --recipe={recipes[-1]} has those of {config.model}"
-    _, points = parse_rate_schedule(config.learning_rate_schedule)
-    epochs = length.total / length.steps_per_epoch
-    places = [place for place, is_relative in zip(points.places, points.relative, strict=True) if not is_relative]
-    if config.epochs and (late := [f"{place:g}" for place in places if place >= epochs]):
-        yield (
-            f"learning_rate_schedule={config.learning_rate_schedule}: the run ends before epoch {', '.join(late)}; "
-            "places in percent, as 50%, move with its end"
-        )
-    if config.max_steps > length.total:
-        yield (
-            f"max_steps={config.max_steps} is after the end: epochs={config.epochs:g} are {length.total} steps; "
-            "--epochs=0 counts steps alone"
-        )
-    if length.last < FEW_STEPS and not config.max_steps:
-        yield f"only {count(length.last, 'step')}: more --epochs or a smaller --batch_size may train better"
 
 
 def describe_machine() -> dict[str, Any]:

@@ -37,8 +37,9 @@ import os, signal, subprocess, sys
 command = sys.argv[1:]
 while command[0].startswith("-"):
     command.pop(0)
-count = int(os.environ["SLURM_NTASKS"])
-tasks = [subprocess.Popen(command, env=os.environ | {{"SLURM_PROCID": str(index)}}) for index in range(count)]
+tasks = []
+for index in map(str, range(int(os.environ["SLURM_STEP_NUM_TASKS"]))):
+    tasks.append(subprocess.Popen(command, env=os.environ | {{"SLURM_PROCID": index, "SLURM_LOCALID": index}}))
 for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, lambda number, _: [task.send_signal(number) for task in tasks])
 sys.exit(max(task.wait() % 256 for task in tasks))
@@ -138,7 +139,8 @@ def run_batch_script(submit: Path) -> None:
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     variables = {"SLURM_SUBMIT_DIR": str(submit), "SLURM_JOB_NAME": "job", "SLURM_JOB_ID": str(os.getppid() % 20_000)}
-    variables |= {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    variables |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    variables |= {"SLURM_STEP_NODELIST": "localhost", "SLURMD_NODENAME": "localhost"}
     variables["PATH"] = f"{programs}:{os.environ['PATH']}"
     os.execve("/bin/bash", ["bash", str(BATCH_SCRIPT), *FLAGS], os.environ | variables)
 

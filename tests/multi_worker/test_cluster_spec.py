@@ -1,13 +1,24 @@
 """Clusters from flags, TF_CONFIG and Slurm's variables."""
 
 import json
+import os
+import subprocess
+import textwrap
+from pathlib import Path
 
 import pytest
 
-from cifar_towers.errors import UsageError, WorkerLostError
-from cifar_towers.multi_worker.cluster_spec import ClusterSpec, check_not_public, resolve_cluster
+from cifar_towers.cli.flags import parse_command_line
+from cifar_towers.cli.main import resolve_cluster
+from cifar_towers.config import TrainConfig
+from cifar_towers.errors import UsageError
+from cifar_towers.multi_worker.cluster_spec import ClusterSpec
 
 THREE = ("a:5000", "b:5000", "c:5000")
+
+
+def resolved(environment, **settings):
+    return resolve_cluster(TrainConfig(strategy="multi_worker", batch_size=48, **settings), environment)
 
 
 def tf_config(kind="worker", index=0, **cluster):
@@ -15,70 +26,73 @@ def tf_config(kind="worker", index=0, **cluster):
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})}
 
 
-def slurm(tasks="5", nodes="gpu[08-09,11],login", tasks_per_node="2,1(x3)"):
-    step = {"SLURM_NTASKS": tasks, "SLURM_STEP_NODELIST": nodes, "SLURM_STEP_TASKS_PER_NODE": tasks_per_node}
-    return step | {"SLURM_PROCID": "3", "SLURM_JOB_ID": "40007"}
+@pytest.mark.parametrize(
+    ("environment", "settings", "expected"),
+    [
+        ({}, {"workers": "a:5000,b:5000,c:5000", "worker_index": 2}, ClusterSpec(THREE, 2)),
+        ({}, {"workers": "[::1]:1,[fd00::2]:1", "worker_index": 0}, ClusterSpec(("[::1]:1", "[fd00::2]:1"), 0)),
+        (tf_config(index=1), {}, ClusterSpec(THREE, 1)),
+        (tf_config("worker", 1, chief=["a:5000"], worker=["b:5000", "c:5000"]), {}, ClusterSpec(THREE, 2)),
+        (tf_config("chief", 0, chief=["a:5000"], worker=["b:5000", "c:5000"]), {}, ClusterSpec(THREE, 0)),
+        (tf_config(), {"workers": "x:1,y:1", "worker_index": 1}, ClusterSpec(("x:1", "y:1"), 1)),  # flags come first
+    ],
+)
+def test_cluster_from_flags_or_tf_config(environment, settings, expected):
+    assert resolved(environment, **settings) == expected
+
+
+@pytest.mark.parametrize(("node", "place", "index"), [("gpu9", 0, 2), ("gpu9", 1, 3), ("gpu10", 0, 0), ("gpu10", 1, 1)])
+def test_cluster_from_slurm(monkeypatch, node, place, index):
+    """TensorFlow sorts gpu10 before gpu9, where Slurm starts its first task."""
+    variables = {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_NODELIST": "gpu[9-10]",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_JOB_ID": "40007",
+        "SLURMD_NODENAME": node,
+        "SLURM_LOCALID": str(place),
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert resolved(os.environ) == ClusterSpec(("gpu10:20007", "gpu10:20008", "gpu9:20007", "gpu9:20008"), index)
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("environment", "settings", "message"),
     [
-        (("a:5000,b:5000,c:5000", 2, {}), ClusterSpec(THREE, 2)),
-        (("[::1]:1,[fd00::2]:1", 0, {}), ClusterSpec(("[::1]:1", "[fd00::2]:1"), 0)),
-        (("", -1, tf_config(index=1)), ClusterSpec(THREE, 1)),
-        (("", -1, tf_config("worker", 1, chief=["a:5000"], worker=["b:5000", "c:5000"])), ClusterSpec(THREE, 2)),
-        (("", -1, tf_config("chief", 0, chief=["a:5000"], worker=["b:5000", "c:5000"])), ClusterSpec(THREE, 0)),
-        (
-            ("", -1, slurm()),
-            ClusterSpec(("gpu08:20007", "gpu08:20008", "gpu09:20007", "gpu11:20007", "login:20007"), 3),
-        ),
-        (
-            ("", -1, slurm("4", "r[1-2]n[1-2]", "1(x4)")),
-            ClusterSpec(("r1n1:20007", "r1n2:20007", "r2n1:20007", "r2n2:20007"), 3),
-        ),
-        (("x:1,y:1", 1, tf_config() | slurm()), ClusterSpec(("x:1", "y:1"), 1)),  # flags take precedence
-        (("", -1, tf_config(index=2) | slurm()), ClusterSpec(THREE, 2)),
+        ({}, {}, "--workers=host:port"),
+        ({}, {"workers": "a:5000,b:5000"}, "worker_index=-1 is not from 0 to 1"),
+        ({}, {"workers": "a:5000", "worker_index": 0}, "a cluster has two or more workers"),
+        ({}, {"workers": "a:5000,a:5000", "worker_index": 0}, "each at its own host:port"),
+        ({}, {"workers": "a:5000,b", "worker_index": 0}, "each at its own host:port"),
+        (tf_config("ps"), {}, "a task of type ps trains nothing"),
+        ({}, {"workers": "a:1,b:1,c:1,d:1,e:1", "worker_index": 0}, "batch_size=48 cannot be shared by 5 towers"),
+        ({}, {"workers": "a:1,b:1,c:1,d:1,e:1", "worker_index": 0, "num_gpus": 2}, "cannot be shared by 10 towers"),
     ],
 )
-def test_cluster_from_flags_tf_config_or_slurm(given, expected):
-    assert resolve_cluster(*given) == expected
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (("", -1, {}), "--workers=host:port"),
-        (("a:5000,b:5000", -1, {}), "--worker_index"),
-        (("a:5000,b:5000", 2, {}), "0 to 1"),
-        (("a:5000", 0, {}), "one worker is no cluster"),
-        (("", 1, tf_config(index=2)), "worker_index=1"),
-        (("gpu..2:5000,b:5000", 0, {}), "'gpu..2:5000' is not host:port"),
-        ((f"{'g' * 64}:5000,b:5000", 0, {}), "is not host:port"),
-        (("a:5000,a:5000", 0, {}), "a:5000 is given twice"),
-        (("a:5000,b", 0, {}), "'b' is not host:port"),
-        (("a:5000,b:70000", 0, {}), "'b:70000'"),
-        (("a:5000,b:5000/x", 0, {}), "'b:5000/x'"),
-        (("", -1, {"TF_CONFIG": "{"}), "TF_CONFIG cannot be read"),
-        (("", -1, {"TF_CONFIG": "[]"}), "TF_CONFIG cannot be read"),
-        (("", -1, tf_config("ps")), "type ps are not supported"),
-        (("", -1, slurm("9")), "9 tasks, but 5 on 4 nodes"),
-        (("", -1, {"SLURM_PROCID": "0"}), "SLURM_NTASKS"),
-    ],
-)
-def test_invalid_cluster_is_refused_in_one_line(given, message):
+def test_invalid_cluster_is_refused_in_one_line(environment, settings, message):
     with pytest.raises(UsageError) as caught:
-        resolve_cluster(*given)
+        resolved(environment, **settings)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_only_private_addresses_are_accepted():
-    for address in ("127.0.0.1:5000", "10.1.2.3:5000", "192.168.1.1:5000", "[::1]:5000", "100.64.0.1:1"):
-        check_not_public(address, 0)
-    for address in ("8.8.8.8:5000", "[2606:4700::1]:5000"):
-        with pytest.raises(UsageError, match="allow_public_cluster"):
-            check_not_public(address, 0)
+def test_only_strategy_multi_worker_makes_a_cluster():
+    assert resolve_cluster(TrainConfig(), {"TF_CONFIG": "{}", "SLURM_PROCID": "0"}) is None
 
 
-def test_unknown_host_is_retried_then_named():
-    with pytest.raises(WorkerLostError, match="nowhere.invalid:5000"):
-        check_not_public("nowhere.invalid:5000", 0.3)
+@pytest.mark.parametrize("workers", [2, 6])
+def test_the_job_on_kubernetes_makes_a_cluster_of_any_small_number_of_workers(tmp_path, workers):
+    """Run the container's shell script with a program in place of Python that prints its arguments."""
+    job = (Path(__file__).parents[2] / "docs/cluster/job.yaml").read_text()
+    script = textwrap.dedent(job.partition("- |\n")[2].partition("          ports:")[0])
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {"PATH": path, "WORKERS": str(workers), "JOB_COMPLETION_INDEX": "1"}
+    out = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=True).stdout
+    launcher, _, flags = out.partition("\n--\n")
+    assert launcher.splitlines() == ["scripts/launch.py", "--max_restarts=100"]
+    cluster = resolve_cluster(parse_command_line(TrainConfig, ["train.py", *flags.splitlines()], ""), {})
+    assert cluster.index == 1 and cluster.size == workers
+    assert cluster.addresses[-1] == f"cifar-towers-{workers - 1}.cifar-towers:5000"

@@ -1,19 +1,12 @@
 """Exchange, start and end of workers. What other workers cause is in test_workers.py, with real processes."""
 
-import ctypes
 import dataclasses
-import inspect
 import signal
-import socket
 import threading
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python import pywrap_tfe
-from tensorflow.python.eager import context
 
 from cifar_towers import trainer
 from cifar_towers.config import TrainConfig
@@ -23,8 +16,6 @@ from cifar_towers.errors import RunError, UsageError, WorkerLostError
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec, Workers
 from cifar_towers.multi_worker.coordination import run_interruptibly
-from cifar_towers.multi_worker.launcher import free_addresses
-from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.trainer import shared_values
 from cifar_towers.training.distributed_step import make_strategy
 
@@ -44,13 +35,6 @@ def test_values_of_the_first_replica_are_gathered(towers):
         np.testing.assert_array_equal(mine, theirs)
     for other in ([5, -6, 7], [], None):
         assert gather(other) == [other]
-
-
-def test_silent_workers_are_named():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        addresses = "a:1", f"127.0.0.1:{listener.getsockname()[1]}", *free_addresses(1)
-        assert coordination._silent_workers(ClusterSpec(addresses, 0)) == f"worker 2 of 3 ({addresses[2]})"
-        assert coordination._silent_workers(ClusterSpec(addresses[:2], 0)) == ""
 
 
 UNREACHABLE = "worker {} cannot be reached; launch.py restarts the workers; without it, start all of them again with "
@@ -80,6 +64,12 @@ UNREACHABLE += "the same list to resume from the last checkpoint"
             "worker 1 of 3 (b:1) ended: data: no such file",
         ),
         (0, "exit code 5: worker 2 of 3 (c:1) cannot be reached", "worker 2 of 3 (c:1)"),
+        (
+            0,
+            "The first task at the barrier: /job:worker/replica:0/task:0. Some timed out task names:\n"
+            "/job:worker/replica:0/task:1\n/job:worker/replica:0/task:2\n\n" + FROM_TASK.format(0),
+            "worker 1 of 3 (b:1), worker 2 of 3 (c:1) did not join; start it",
+        ),
     ],
 )
 def test_errors_about_other_workers_are_explained(index, text, line):
@@ -90,55 +80,36 @@ def test_errors_about_other_workers_are_explained(index, text, line):
     assert (type(error), error.exit_code) == ((RunError, 3) if "exit code 3" in text else (WorkerLostError, 5))
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_another_workers_lack_of_memory_is_named(wrapped):
+    text = LOST.format(
+        f"OOM when allocating tensor with shape[9,9] and type float\n{FROM_TASK.format(2)} while calling"
+    )
+    error = tf.errors.ResourceExhaustedError(None, None, text)
+    if wrapped:  # as the trainer raises it
+        error, cause = UsageError("the memory is too small for this"), error
+        error.__cause__ = cause
+    explained = coordination._explain(CLUSTER, error)
+    assert str(explained) == "worker 2 of 3 (c:1) ended: OOM when allocating tensor with shape[9,9]"
+    assert explained.exit_code == 1
+
+
 @pytest.mark.parametrize("text", ["OOM when allocating tensor", "from /job:worker/replica:0/task:0 while calling"])
 def test_errors_of_this_worker_stay(text):
     assert coordination._explain(CLUSTER, tf.errors.ResourceExhaustedError(None, None, text)) is None
 
 
-def test_waiting_returns_raises_and_ends():
-    shutdown = ShutdownHandler()
-    assert run_interruptibly(lambda: 5, shutdown) == 5
-    with pytest.raises(KeyError, match="missing"):
-        run_interruptibly(lambda: {}["missing"], shutdown)
-    with pytest.raises(TimeoutError):
-        run_interruptibly(lambda: time.sleep(1), shutdown, time.monotonic())
-
-
 def test_signals_are_handled_while_waiting():
-    """Also after the function that is waited for has replaced the handler, as TensorFlow's server does."""
     received, release = [], threading.Event()
-    before = signal.getsignal(signal.SIGUSR1)
-
-    class Shutdown:
-        def reinstall_handlers(self):
-            signal.signal(signal.SIGUSR1, lambda number, frame: (received.append(number), release.set()))
-
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: (received.append(number), release.set()))
     try:
         threading.Timer(0.5, signal.raise_signal, [signal.SIGUSR1]).start()
-        assert run_interruptibly(lambda: release.wait(30), Shutdown())
+        assert run_interruptibly(lambda: release.wait(30))
         assert received == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
-
-
-def test_private_parts_of_tensorflow_are_where_they_were():
-    """Check private names that coordination.py uses. If this fails, read the new version's sources first."""
-    assert tf.__version__.startswith("2.21.")
-    library = ctypes.CDLL(str(Path(tf.__file__).parent / "libtensorflow_cc.so.2"))
-    for function in ("TFE_EnableCollectiveOps", "TF_NewStatus", "TF_GetCode", "TF_Message", "TF_DeleteStatus"):
-        assert hasattr(library, function)
-    source = inspect.getsource(context.Context.ensure_initialized)
-    assert "pywrap_tfe.TFE_EnableCollectiveOps(context_handle, server_def_str)" in source
-    assert hasattr(pywrap_tfe, "TFE_EnableCollectiveOps")
-    for method, parameters in {
-        "configure_coordination_service": "service_type service_leader heartbeat_timeout_in_ms coordinated_jobs",
-        "get_config_key_value": "key timeout_in_ms",
-        "set_config_key_value": "",
-        "report_error_to_cluster": "error_code error_message",
-    }.items():
-        accepted = inspect.signature(getattr(context.Context, method)).parameters
-        assert parameters.split() == [name for name in accepted if name in parameters.split()]
+    with pytest.raises(KeyError, match="missing"):
+        run_interruptibly(lambda: {}["missing"])
 
 
 def test_a_process_alone_waits_for_nobody():

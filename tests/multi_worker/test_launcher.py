@@ -7,26 +7,25 @@ import threading
 import time
 
 import pytest
+from cifar_towers.shutdown import ShutdownHandler
 
 from cifar_towers.cli.flags import help_text
 from cifar_towers.config.programs import LaunchConfig
 from cifar_towers.errors import DataError, DivergedError, RunError, UsageError, WorkerLostError, interrupt_exit_code
 from cifar_towers.multi_worker import launcher
-from cifar_towers.shutdown import ShutdownHandler
 
-PROGRAM = f"""
+PROGRAM = """
 import os, sys, time
 index = next((int(a.split("=")[1]) for a in sys.argv if a.startswith("--worker_index")), 0)
 with open(sys.argv[1], "a") as file:
-    print(index, os.environ["{launcher.LAUNCH_VARIABLE}"], len(os.sched_getaffinity(0)), *sys.argv[2:], file=file)
+    print(index, len(os.sched_getaffinity(0)), *sys.argv[2:], file=file)
 starts = sum(line.startswith(str(index)) for line in open(sys.argv[1]))
 """
 
 
 @pytest.fixture
-def launch(tmp_path, monkeypatch):
+def launch(tmp_path):
     """launch(program, ...) -> (exit code, a line of words for each start, lines that the launcher logged)."""
-    monkeypatch.setenv(launcher.LAUNCH_VARIABLE, "")  # restores it afterwards
 
     def run(program, num_workers=0, max_restarts=3, shutdown=None):
         logged, log = [], tmp_path / "log"
@@ -45,8 +44,9 @@ RESTARTED = [RunError.exit_code, WorkerLostError.exit_code, *map(interrupt_exit_
 def test_restarts_only_after_exit_codes_that_may_not_recur(launch, code, num_starts):
     exit_code, starts, logged = launch(f"sys.exit({code})", max_restarts=2)
     assert exit_code == code and len(starts) == num_starts and len(logged) == num_starts - 1
-    assert len({line[1] for line in starts}) == 1  # all are of one launch
-    assert all(line[3:] == ["--flag"] for line in starts)
+    assert [line[2:] for line in starts] == [
+        ["--flag", *["--nooverwrite"] * bool(restart)] for restart in range(num_starts)
+    ]
 
 
 def test_the_help_names_the_exit_codes_after_which_there_is_no_restart():
@@ -62,11 +62,17 @@ def test_no_restart_after_success(launch):
 def test_workers_get_an_index_and_a_share_of_the_cores(launch):
     code, starts, _ = launch("sys.exit(0)", num_workers=2)
     assert code == 0 and sorted(line[0] for line in starts) == ["0", "1"]
-    flags = [dict(flag.split("=") for flag in line[4:]) for line in starts]
+    flags = [dict(flag.split("=") for flag in line[3:]) for line in starts]
     assert flags[0]["--workers"] == flags[1]["--workers"] and len(set(flags[0]["--workers"].split(","))) == 2
     assert {flag["--strategy"] for flag in flags} == {"multi_worker"}
     cores = len(os.sched_getaffinity(0))
-    assert sum(int(line[2]) for line in starts) == (cores if cores > 1 else 2)
+    assert sum(int(line[1]) for line in starts) == (cores if cores > 1 else 2)
+
+
+def test_fewer_gpus_than_workers_are_refused(launch, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(UsageError, match="num_workers=2 needs a GPU for each, and this machine has 1"):
+        launch("sys.exit(0)", num_workers=2)
 
 
 def test_failed_worker_ends_the_others_and_is_named(launch, monkeypatch, capfd):

@@ -10,7 +10,6 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import CIFAR10, Dataset, DatasetInfo, Split
 from cifar_towers.evaluation.score import Evaluation, Score
@@ -266,22 +265,3 @@ def test_failing_driver_is_left_out(nvml, monkeypatch):
         assert "gpu_utilisation/0" not in resource_usage([Tower(0, "/GPU:0")])
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "memory/GPU:0_mb" in resource_usage([Tower(0, "/GPU:0")])
-
-
-@pytest.mark.parametrize(
-    ("settings", "length", "parts"),
-    [
-        ({"recipe": "mine"}, (50, 400, 400), ()),
-        ({"model": "nets.py:net"}, (50, 400, 400), ()),
-        ({"model": "speednet93"}, (50, 400, 400), ("no recipe", "--recipe=speed93")),
-        ({"recipe": "mine", "learning_rate_schedule": "step:3=0.1,8=0.01"}, (50, 400, 400), ("before epoch 8;", "50%")),
-        ({"recipe": "mine", "learning_rate_schedule": "step:3=0.1,50%=0.01"}, (50, 400, 400), ()),
-        ({"recipe": "mine", "learning_rate_schedule": "step:9=0.1", "epochs": 0, "max_steps": 400}, (50, 400, 400), ()),
-        ({"recipe": "mine", "max_steps": 900}, (50, 400, 400), ("max_steps=900", "400 steps", "--epochs=0")),
-        ({"recipe": "mine"}, (1, 8, 8), ("only 8 steps", "--epochs", "--batch_size")),
-        ({"recipe": "mine", "max_steps": 8}, (50, 400, 8), ()),
-    ],
-)
-def test_notes_name_settings_that_do_less_than_they_seem_to(settings, length, parts):
-    notes = list(run_logger.notes(TrainConfig(**settings), RunLength(*length)))
-    assert len(notes) == bool(parts) and all(part in notes[0] for part in parts)
