@@ -10,9 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cifar_towers.benchmark.worker import Worker
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.errors import UsageError
 from cifar_towers.towers import Tower
@@ -88,28 +86,6 @@ def test_placement_is_measured_on_gpus_if_asked_or_for_speednets(monkeypatch, ex
     chosen = tuning.resolve_choices(TrainConfig(**settings), on_devices, "float32", examples, LENGTH, {})
     assert chosen[0].variable_placement == placement
     assert chosen[1] == ["variable_placement"] * (auto or placement == "round_robin")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "answer"),
-    [
-        ((1.0, 1.02, 0.98), "does not matter"),
-        ((1.0, 1.02, 0.9), "--variable_placement=least_loaded"),
-        ((1.0, 1.2, 1.1), "--variable_placement=cpu"),
-    ],
-)
-def test_answer_is_one_sentence_with_the_times(towers, examples, monkeypatch, seconds, answer):
-    set_clock(monkeypatch, *seconds)
-    monkeypatch.setattr(tuning, "make_trial_step", lambda *_: lambda: None)
-    server = Worker()
-    server.config, server.train = BenchmarkConfig(recipe=TrainConfig(model=TINY_NET, batch_size=20)), examples
-    server.towers = towers(2)
-    sentence = server.recommend_placement()
-    times = ", ".join(f"{name} {1000 * each:.1f} ms" for name, each in zip(PLACEMENTS, seconds, strict=True))
-    assert all(part in sentence for part in (answer, "4 images", "2 towers", times, "25"))
-    server.towers = towers(1)
-    alone = server.recommend_placement()
-    assert "does not matter" in alone and "one tower" in alone
 
 
 @pytest.mark.parametrize(
