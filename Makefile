@@ -3,7 +3,6 @@ PYTHON ?= python3
 CONFIG ?= speed94
 NUM_GPUS ?= 0
 ARGS ?=
-TARGET := $(patsubst speed%,--target=0.%,$(filter speed93 speed94 speed95 speed96,$(CONFIG)))
 BIN := .venv/bin
 NVIDIA := $(wildcard /proc/driver/nvidia/version /usr/lib/wsl/lib/libcuda.so.1)
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt -e
@@ -11,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-versi
 # a flag overrides the recipe wherever it stands, and smoke has data of its own
 RECIPE := --recipe=$(CONFIG) $(if $(filter smoke,$(CONFIG)),,--dataset=auto)
 
-.PHONY: help setup train runs evaluate predict export tensorboard bench speedrun scaling
+.PHONY: help setup train runs evaluate predict export tensorboard bench
 .PHONY: test test-long test-browser test-trackers test-gpu lint format docs lock compare faults faults-long clean
 .DEFAULT_GOAL := help
 
@@ -64,14 +63,8 @@ tensorboard: .venv/ready  ## open runs/ at http://localhost:6006
 
 ##@ Measure
 
-bench: .venv/ready  ## compare placements, strategies and numbers of towers for CONFIG, in 20 minutes
+bench: .venv/ready  ## compare placements, strategies and numbers of towers for CONFIG, in 20 minutes or more
 	@$(BIN)/python scripts/benchmark.py $(RECIPE) $(ARGS)
-
-speedrun: .venv/ready  ## time CONFIG over five seeds, beside the steps of other frameworks (hours)
-	@$(BIN)/python -m scripts.speedrun $(RECIPE) --num_gpus=$(NUM_GPUS) $(TARGET) $(ARGS)
-
-scaling: .venv/ready  ## measure one tower, and predict CONFIG's step on 1 to 64 devices, in 2 minutes
-	@$(BIN)/python -m scripts.scaling $(RECIPE) $(ARGS)
 
 ##@ Develop
 

@@ -1,1 +1,1 @@
-"""The programs of a checkout. `speedrun/` and `scaling/` measure this project, and are not installed with it."""
+"""The programs of a checkout. `compare_frameworks.py` and `compare_revisions.py` measure this project."""

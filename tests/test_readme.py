@@ -10,8 +10,6 @@ import pytest
 from cifar_towers.cli.flags import flag_settings
 from cifar_towers.config import TrainConfig, programs
 from cifar_towers.config.train_config import recipe_flagfile, recipe_names
-from scripts.scaling.settings import ScalingConfig
-from scripts.speedrun.settings import SpeedrunConfig
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,8 +27,6 @@ CONFIGS = {
     "report.py": programs.ReportConfig,
     "compare_runs.py": programs.CompareConfig,
     "runs.py": programs.RunsConfig,
-    "speedrun": SpeedrunConfig,
-    "scaling": ScalingConfig,
 }
 
 MODULES = [

@@ -1,1 +1,1 @@
-"""A recipe's step with different placements, strategies and numbers of towers, measured on this machine."""
+"""Short trainings with different placements, strategies and numbers of towers, compared on this machine."""

@@ -1,130 +1,148 @@
-"""The benchmark from start to end: plan the cases, prepare, time and profile them, and write a report."""
+"""The benchmark: short trainings of one recipe in rounds of random order, and their report."""
 
-import dataclasses
-import math
+import datetime
+import itertools
+import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
+from matplotlib.figure import Figure
 
-from cifar_towers import devices
-from cifar_towers.benchmark import report
-from cifar_towers.benchmark.cases import BenchmarkCase, CaseResult, make_cases, run_rounds
-from cifar_towers.benchmark.worker import open_process
+from cifar_towers import files
+from cifar_towers.benchmark.visits import BenchmarkCase, make_cases, short_training, visit
 from cifar_towers.config.programs import BenchmarkConfig
-from cifar_towers.config.train_config import split_names
-from cifar_towers.data.batches import NUM_PREFETCHED
-from cifar_towers.errors import RunError, UsageError
+from cifar_towers.errors import RunError
+from cifar_towers.reporting.run_records import align_columns, format_rate
+from cifar_towers.signals import StopSignals
 
-MIN_ROUNDS, MAX_ROUNDS, MIN_TIMED_STEPS = 3, 15, 3
-VISIT_SECONDS = 2.0  # target duration of the timed steps of a case in one round
-Workers = Mapping[int, Callable[..., Any]]  # number of towers -> request to the process that has them
+Rates = Mapping[BenchmarkCase, Sequence[float]]  # images per second of each visit
+JSON_FILE, PICTURE_FILE = "benchmark.json", "benchmark.png"
 
 
-def run_benchmark(config: BenchmarkConfig, worker_command: Sequence[str]) -> None:
-    """Measure all cases; print a table with a conclusion, and write them to the config's directory.
+def run_benchmark(config: BenchmarkConfig, training_command: Sequence[str]) -> None:
+    """Measure all cases; print a table and the fastest case, and write them to the config's directory.
 
-    `worker_command` starts a process that calls `worker.serve`.
+    After a signal to stop, the visits that are finished are reported.
+
+    Args:
+      training_command: command that trains; the flags of each training are appended.
     """
-    start = time.monotonic()
-    report.make_directory(config.directory)
-    counts, cases = _plan(config)
-    with ExitStack() as stack:
-        workers, devices = {}, {}
-        for num_towers in counts:  # one after another: the first may have to download the data
-            workers[num_towers] = stack.enter_context(open_process(worker_command))
-            devices[num_towers] = workers[num_towers](["start", dataclasses.asdict(config), num_towers])
-        results = _prepare(cases, workers)
-        _measure(results, workers, config, start)
-        _profile(results, workers)
-    set_efficiency(results, {num_towers: each["physical"] for num_towers, each in devices.items()})
-    metadata = report.collect_metadata(config.recipe, devices[counts[0]]["dataset"]) | {
-        "kind": devices[counts[0]]["kind"],
-        "devices": max(each["physical"] for each in devices.values()),
-        "minutes": (time.monotonic() - start) / 60,
+    num_gpus = len(tf.config.get_visible_devices("GPU"))
+    cases = make_cases(config, num_gpus)
+    recipe = short_training(config.recipe, on_gpus=num_gpus > 0)
+    config.directory.mkdir(parents=True, exist_ok=True)
+    rates: dict[BenchmarkCase, list[float]] = {}
+    machine: dict[str, Any] = {}
+    start, signals = time.monotonic(), StopSignals()
+    with signals.recorded():
+        for number, order in enumerate(rounds(cases), 1):
+            for case in order:
+                if signals.received:
+                    break
+                print(f"round {number}: {case}: ", end="", flush=True)
+                try:
+                    rate, machine = visit(recipe, case, training_command, config.directory)
+                except RunError as error:
+                    cases.remove(case)
+                    print(f"left out: {error}", flush=True)
+                else:
+                    rates.setdefault(case, []).append(rate)
+                    write_json(config, rates, machine)
+                    print(f"{rate:,.0f} images/s", flush=True)
+            elapsed = time.monotonic() - start
+            if signals.received or not cases or elapsed * (number + 1) / number > 60 * config.minutes:
+                break
+    if rates:
+        publish(config, rates, machine)
+    if not rates:
+        raise RunError("no case could be measured; the lines above say why")
+
+
+def rounds(cases: Sequence[BenchmarkCase]) -> Iterator[list[BenchmarkCase]]:
+    """Yield the cases again and again in another random order. The orders are the same in every benchmark.
+
+    A case that is removed from `cases` is left out from the next round on.
+    """
+    for number in itertools.count():
+        yield random.Random(number).sample(cases, len(cases))
+
+
+def publish(config: BenchmarkConfig, rates: Rates, machine: Mapping[str, Any]) -> None:
+    """Print the table and the flags of the fastest case; write the JSON file and the picture."""
+    write_json(config, rates, machine)
+    title = describe(config, machine)
+    plot(rates, title).savefig(config.directory / PICTURE_FILE, dpi=120)
+    print(f"\n{title}\n{table(rates, config.recipe.batch_size)}")
+    print(f"\nwritten to {config.directory}: {JSON_FILE}, {PICTURE_FILE}\nfastest: {fastest(rates)}", flush=True)
+
+
+def write_json(config: BenchmarkConfig, rates: Rates, machine: Mapping[str, Any]) -> None:
+    """Write all visits, and the statistics of every case."""
+    cases = []
+    for case, values in rates.items():
+        low, median, high = quartiles(values)
+        statistics = {"images_per_sec": list(values), "median": median, "quartiles": [low, high]}
+        cases.append({**case._asdict(), "flags": str(case), **statistics})
+    content = {
+        "recipe": config.recipe.name,
+        "model": config.recipe.model,
+        "batch_size": config.recipe.batch_size,
+        "dataset": config.recipe.dataset,
+        "date": datetime.date.today().isoformat(),
+        **{name: machine[name] for name in ("processor", "cores", "gpus", "packages")},
+        "cases": cases,
+        "fastest": fastest(rates),
     }
-    report.publish(config.directory, metadata, results)
+    files.write_json(config.directory / JSON_FILE, content)
 
 
-def _plan(config: BenchmarkConfig) -> tuple[tuple[int, ...], list[BenchmarkCase]]:
-    """Return the numbers of towers, and the cases to measure."""
-    gpus = len(tf.config.get_visible_devices("GPU"))
-    device = "GPU" if gpus else "CPU"
-    default = [devices.resolve_precision(config.recipe.precision, device)[0], *devices.native_halves(device), "float32"]
-    precisions = list(dict.fromkeys(split_names(config.precisions) or default))
-    limit = gpus or 4
-    doubled = sorted({limit, *(2**power for power in range(limit.bit_length()))})  # 1, 2, 4, .. and the limit itself
-    counts = config.tower_counts or tuple(n for n in doubled if config.recipe.batch_size % n == 0)
-    return counts, make_cases(counts, precisions, config.peers, on_gpus=bool(gpus))
+def table(rates: Rates, batch_size: int) -> str:
+    """Return a table with a line per case, the fastest first."""
+    rows = [["towers", "strategy", "placement", "precision", "images/s", "quartiles", "ms per step", "visits"]]
+    for case, values in by_rate(rates):
+        low, median, high = quartiles(values)
+        row = [str(case.num_gpus), case.strategy, case.variable_placement or "-", case.precision]
+        row += [format_rate(median), f"{format_rate(low)}-{format_rate(high)}"]
+        rows.append([*row, f"{1000 * batch_size / median:,.1f}", str(len(values))])
+    return align_columns(rows, left=(1, 2, 3))
 
 
-def _prepare(cases: Sequence[BenchmarkCase], workers: Workers) -> list[CaseResult]:
-    """Trace and compile all cases; log and leave out those that fail."""
-    results = []
-    for number, case in enumerate(cases, 1):
-        label = f"compiling {number}/{len(cases)}: {case}"
-        try:
-            compile_seconds, step_seconds = workers[case.towers](["prepare", case])
-        except RunError as error:
-            print(f"{label}: left out: {error}", flush=True)
-            continue
-        print(f"{label}: {compile_seconds:.0f} s, a step {step_seconds:.3g} s", flush=True)
-        results.append(CaseResult(case=case, compile_seconds=compile_seconds, step_seconds=step_seconds))
-    _require_trainable(results)
-    return results
+def plot(rates: Rates, title: str) -> Figure:
+    """Draw the median of every case as a bar, with its quartiles as error bars, the fastest on top."""
+    ordered = by_rate(rates)
+    low, median, high = np.transpose([quartiles(values) for _, values in ordered])
+    figure = Figure((9, 1.2 + 0.35 * len(ordered)), layout="constrained")
+    panel = figure.subplots()
+    bars = panel.barh([str(case) for case, _ in ordered], median, xerr=[median - low, high - median], capsize=3)
+    panel.bar_label(bars, fmt=format_rate, padding=4)
+    panel.invert_yaxis()
+    panel.set(title=title, xlabel="images/s: median and quartiles")
+    panel.title.set_fontsize(9)
+    panel.margins(x=0.12)
+    return figure
 
 
-def _require_trainable(results: Sequence[CaseResult]) -> None:
-    if not any(result.case.trains for result in results):
-        raise UsageError("nothing could be measured; the lines above say why")
+def describe(config: BenchmarkConfig, machine: Mapping[str, Any]) -> str:
+    """Return the recipe and the machine, such as `speed94, batches of 1,024; AMD EPYC, 2 cores`."""
+    recipe, gpus = config.recipe, machine["gpus"]
+    devices = [machine["processor"], f"{machine['cores']} cores", *(f"{gpus.count(gpu)} x {gpu}" for gpu in {*gpus})]
+    return f"{recipe.name}, batches of {recipe.batch_size:,}; {', '.join(devices)}"
 
 
-def _measure(results: list[CaseResult], workers: Workers, config: BenchmarkConfig, start: float) -> None:
-    """Time all cases in rounds until `config.minutes` are over, and remove those that fail."""
-    visit_seconds = min(VISIT_SECONDS, 60 * config.minutes / (MIN_ROUNDS * len(results)))
-    for result in results:
-        result.steps = max(MIN_TIMED_STEPS, math.ceil(visit_seconds / result.step_seconds))
-    round_seconds = sum((_warm_up_steps(result.case) + result.steps) * result.step_seconds for result in results)
-    profile_seconds = 2 * sum(result.step_seconds for result in results)
-    seconds_left = 60 * config.minutes - (time.monotonic() - start) - profile_seconds
-    rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, int(seconds_left / round_seconds)))
-    print(f"{rounds} rounds of about {round_seconds:.0f} s", flush=True)
-
-    def measure(result: CaseResult) -> float:
-        warm_up = _warm_up_steps(result.case)
-        times = workers[result.case.towers](["run_steps", result.case, warm_up + result.steps])[warm_up:]
-        seconds, waiting = map(sum, zip(*times, strict=True))
-        result.waits.append(waiting / seconds)
-        return config.recipe.batch_size * result.steps / seconds
-
-    run_rounds(results, rounds, measure, lambda result, error: print(f"left out: {result.case}: {error}", flush=True))
-    _require_trainable(results)
+def fastest(rates: Rates) -> str:
+    """Return the flags of the case with the highest median."""
+    return str(by_rate(rates)[0][0])
 
 
-def _warm_up_steps(case: BenchmarkCase) -> int:
-    """Return the number of untimed first steps: one warms the caches, and steps on prefetched batches never wait."""
-    return 1 + NUM_PREFETCHED * (case.input == "stream")
+def by_rate(rates: Rates) -> list[tuple[BenchmarkCase, Sequence[float]]]:
+    """Return the cases with their visits, sorted by the median, the fastest first."""
+    return sorted(rates.items(), key=lambda item: -np.median(item[1]))
 
 
-def _profile(results: Sequence[CaseResult], workers: Workers) -> None:
-    """Add each part's share of a step; a case whose step cannot be profiled has no shares."""
-    for result in results:
-        if result.case.trains:
-            try:
-                result.shares = workers[result.case.towers](["profile", result.case])
-            except RunError as error:
-                print(f"not profiled: {result.case}: {error}", flush=True)
-
-
-def set_efficiency(results: Sequence[CaseResult], num_devices: Mapping[int, int]) -> None:
-    """Set each result's images/s over those of one tower in its best placement times the physical devices in use."""
-    one_tower: dict[str, float] = {}
-    for result in results:
-        strategy, _, towers, precision, _ = result.case
-        if result.case.trains and (strategy, towers) == ("towers", 1):
-            one_tower[precision] = max(result.median, one_tower.get(precision, 0.0))
-    for result in results:
-        if ideal := one_tower.get(result.case.precision, 0.0) * num_devices[result.case.towers]:
-            result.efficiency = result.median / ideal
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    low, median, high = np.percentile(values, (25, 50, 75)).tolist()
+    return low, median, high

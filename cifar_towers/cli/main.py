@@ -295,26 +295,18 @@ def runs() -> None:
 
 @program
 def benchmark() -> None:
-    """Measure the training step of a recipe on this machine with different placements, strategies and numbers of
-    towers. Without --recipe, --flagfile and --model the recipe is speed94.
+    """Measure short trainings of a recipe on this machine with different placements, strategies and numbers of
+    towers. Without --recipe, --flagfile and --model the recipe is speed94; its flags are passed on.
 
     benchmark.py --recipe=speed94 --towers=1,2,4
+
+    After Ctrl-C the finished trainings are reported. The same command starts again.
     """
     config = parse(programs.BenchmarkConfig, benchmark)
-    recipe = dataclasses.replace(config.recipe, hard_example_pool=0)  # the bare step, without selecting examples
-    config = dataclasses.replace(config, recipe=recipe)
-    find_data(recipe)
+    find_data(config.recipe)
     from cifar_towers.benchmark import runner
 
-    runner.run_benchmark(config, worker_command=command_for(serve_benchmark))
-
-
-def serve_benchmark() -> None:
-    """Measure in a process that the benchmark starts for each number of towers."""
-    import_tensorflow()
-    from cifar_towers.benchmark import worker
-
-    worker.serve()
+    runner.run_benchmark(config, command_for(train))
 
 
 def command_for(function: Callable[[], None]) -> list[str]:

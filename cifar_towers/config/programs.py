@@ -27,7 +27,7 @@ RUN_FIELDS = (
 EXPORT_FORMATS = ("saved_model", "keras", "litert", "tflite", "onnx")
 VARIED = ("strategy", "variable_placement", "parallelism", "num_gpus")  # by the benchmark
 CLUSTER = names_with(TrainConfig, group="Cluster")
-OF_TRAINING = ("log_device_placement", "overwrite", "seeds")  # do nothing where a step is measured
+OF_WHOLE_RUNS = ("seeds", "target_accuracy")
 _run, _data, _evaluation = settings_of("Run"), settings_of("Data"), settings_of("Evaluation")
 _export, _table, _launch, _benchmark = map(settings_of, ("Export", "Table", "Launch", "Benchmark"))
 
@@ -221,27 +221,18 @@ class LaunchConfig:
 class BenchmarkConfig:
     """Settings of `benchmark.py`: a recipe, and how to measure its step."""
 
-    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, or what it started failed"
-    refused: ClassVar[tuple[str, ...]] = (  # settings of the recipe without a flag here
-        *VARIED,
-        *CLUSTER,
-        *OF_TRAINING,
-        *("init_from", "gpu_memory_growth"),
-    )
+    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, or no case could be measured"
+    refused: ClassVar[tuple[str, ...]] = (*VARIED, *CLUSTER, *OF_WHOLE_RUNS)  # settings without a flag here
 
     recipe: TrainConfig = setting(TrainConfig(), RECIPE, "the recipe whose step is measured")
     train_dir: str = _benchmark("", "directory of the results; default: runs/benchmark-<recipe>")
-    towers: str = _benchmark("", "numbers of towers, as 1,2,4, which is the default; with GPUs, 1 to all by doubling")
-    precisions: str = _benchmark(
-        "", "precisions, as float32,bfloat16; default: that of --precision, the native 16-bit ones, and float32"
+    towers: str = _benchmark(
+        "", "numbers of towers, e.g. 1,2,4; default: 1 to all GPUs by doubling, or 1 and 2 without GPUs"
     )
-    all_reduce: str = _benchmark(
-        "auto",
-        "all-reduce algorithm of strategy=mirrored; auto: NCCL if every tower has a GPU",
-        choices=("auto", "nccl", "hierarchical", "one_device"),
+    precisions: str = _benchmark("", "precisions, e.g. float32,bfloat16; default: the recipe's")
+    minutes: float = _benchmark(
+        20.0, "time in minutes after which no further round begins; one round is always made", low=0
     )
-    minutes: float = _benchmark(12.0, "time to measure in minutes; at least three rounds are made", low=0)
-    peers: bool = _benchmark(True, "measurement of Keras fit with stock layers, mirrored for several towers")
 
     def __post_init__(self):
         check_limits(self)

@@ -1,11 +1,10 @@
-"""Copies of the project's models in stock Keras layers: to load without this package, and to train by Keras `fit`."""
+"""Copies of the project's models in stock Keras layers, to load without this package."""
 
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from cifar_towers.models.layers import Activation, BatchNorm, Conv2D, LocalResponseNorm, PadChannels
 from cifar_towers.models.speednet import Whitening
@@ -17,38 +16,10 @@ def to_stock_layers(model: keras.Model) -> keras.Model:
     """Return a model of stock layers with the same weights and outputs in evaluation; `model` itself if it is one."""
     if not any(type(layer) in STOCK_EQUIVALENTS for layer in model.layers):
         return model
-    return replace_layers(model, STOCK_EQUIVALENTS)
-
-
-def to_stock_model(model: keras.Model) -> keras.Model:
-    """Return a trainable copy of `model` with Keras's own layers, or the usual code if Keras has no such layer.
-
-    Whitening layers are frozen with their bias, as they are in most of a run.
-    """
-
-    def whitening(layer: Whitening) -> LayerAndWeights:
-        stock_layer, weights = STOCK_EQUIVALENTS[Whitening](layer)
-        stock_layer.trainable = False
-        return stock_layer, weights
-
-    def response_norm(layer: LocalResponseNorm) -> LayerAndWeights:
-        def norm(x):  # TensorFlow's operation takes float32 only
-            x32 = tf.cast(x, tf.float32)
-            normalized = tf.nn.local_response_normalization(x32, layer.radius, layer.bias, layer.alpha, layer.beta)
-            return tf.cast(normalized, x.dtype)
-
-        return keras.layers.Lambda(norm, name=layer.name, dtype=layer.dtype_policy), []
-
-    made = {Whitening: whitening, LocalResponseNorm: response_norm, PadChannels: clone_layer}
-    return replace_layers(model, STOCK_EQUIVALENTS | made)
-
-
-def replace_layers(model: keras.Model, equivalents: dict[type, Callable[..., LayerAndWeights]]) -> keras.Model:
-    """Copy a model with its weights, and replace the layers whose types are in `equivalents`."""
     weights: dict[str, list[np.ndarray]] = {}
 
     def clone(layer: keras.layers.Layer) -> keras.layers.Layer:
-        copy, weights[layer.name] = equivalents.get(type(layer), clone_layer)(layer)
+        copy, weights[layer.name] = STOCK_EQUIVALENTS.get(type(layer), clone_layer)(layer)
         return copy
 
     copy = keras.models.clone_model(model, clone_function=clone)

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+from cifar_towers.shutdown import ShutdownHandler
+from cifar_towers.stderr import messages_only_of_a_failure
 
 from cifar_towers import hardware
 from cifar_towers.cli import main, program
@@ -29,8 +31,6 @@ from cifar_towers.errors import (
     WorkerLostError,
     error_line,
 )
-from cifar_towers.shutdown import ShutdownHandler
-from cifar_towers.stderr import messages_only_of_a_failure
 from tests.messages import lines_with
 from tests.programs import call, finish, start
 
@@ -38,7 +38,6 @@ ROOT = Path(__file__).parents[2]
 SLOW = pytest.mark.slow
 TINY = ["--dataset=synthetic", "--model=cifarnet", "--crop=24", "--shift=0", "--batch_size=40", "--precision=float32"]
 TOO_LARGE_BATCH = ["--batch_size=20000", "--dataset=synthetic"]
-TWO_GPUS = ["--towers=2", *TINY, "--nosoft_placement"]
 
 
 @pytest.fixture
@@ -54,18 +53,6 @@ def test_warnings_are_printed_to_what_standard_error_is_then(monkeypatch):
         monkeypatch.setattr(sys, "stderr", written := io.StringIO())
         handler.handle(logging.makeLogRecord({"msg": message}))
         assert written.getvalue() == f"{message}\n"
-
-
-def test_benchmark_accepts_every_recipe(monkeypatch):
-    from cifar_towers.benchmark import runner
-
-    configs = []
-    monkeypatch.setattr(runner, "run_benchmark", lambda config, worker_command: configs.append(config.recipe))
-    recipes = sorted((ROOT / "configs").glob("*.cfg"))
-    for recipe in recipes:
-        call(monkeypatch, "benchmark.py", "--dataset=synthetic", f"--flagfile={recipe}")
-    assert [config.recipe for config in configs] == [recipe.stem for recipe in recipes]
-    assert not any(config.hard_example_pool for config in configs)  # selecting examples is not part of the step
 
 
 def wait_until(happened, timeout=90):
@@ -85,7 +72,7 @@ NAMES = {"train", "evaluate", "predict", "export", "benchmark", "report", "compa
 
 
 def test_every_program_is_a_script_and_a_console_command():
-    for_developers = {"__init__", "compare_revisions"}
+    for_developers = {"__init__", "compare_frameworks", "compare_revisions", "peers"}
     assert {path.stem for path in (ROOT / "scripts").glob("*.py")} == NAMES | for_developers
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
@@ -113,7 +100,6 @@ def test_help_imports_nothing_slow(name):
         ("train.py", ["--dataset=mnits"], 2, "dataset=mnits: did you mean mnist?"),
         ("launch.py", ["speed94"], 2, "'speed94' is not a flag; perhaps --recipe=speed94 is meant; flags of"),
         pytest.param("compare_runs.py", ["docs", "docs"], 2, "docs has no config.json; give two runs'", marks=SLOW),
-        pytest.param("benchmark.py", [*TWO_GPUS, "--train_dir=."], 2, "2 towers need 2 GPUs", marks=SLOW),
     ],
 )
 def test_error_is_one_line_and_an_exit_code(tmp_path, program, arguments, code, message):
@@ -353,27 +339,3 @@ def test_too_small_a_memory_is_one_line(capsys):
 
     assert program.run(fill) == 1
     assert lines_with(capsys.readouterr().err, "run: ", "memory", "Unable to allocate 146. MiB")
-
-
-@pytest.mark.slow
-def test_benchmark_end_to_end(tmp_path, tiny):
-    """Measure one step a visit on two towers, and look at every file that is written."""
-    flags = ["--towers=2", "--precisions=float32", "--minutes=0", "--nopeers", f"--train_dir={tmp_path}"]
-    code, out, err = finish(start("benchmark.py", *tiny, *flags))
-    assert code == 0, err
-    results = json.loads((tmp_path / "benchmark.json").read_text())
-    rows = {tuple(row["case"][key] for key in ("strategy", "placement", "input")): row for row in results["rows"]}
-    assert set(rows) == {
-        *(("towers", placement, "constant") for placement in ("cpu", "round_robin", "least_loaded")),
-        ("towers", "cpu", "stream"),
-        ("mirrored", "-", "constant"),
-        ("no exchange", "-", "constant"),
-    }
-    for row in rows.values():
-        assert len(row["images_per_sec"]) == 3 and min(row["images_per_sec"]) > 1
-        assert row["compile_seconds"] > row["median"] ** -1
-    shares = rows["towers", "cpu", "constant"]["shares"]
-    assert shares["forward"] > 0.1 and shares["backward"] > 0.2 and 0 < shares["apply"] < 0.5
-    assert rows["no exchange", "-", "constant"]["shares"] == {}
-    assert results["conclusion"].startswith("This machine is bound by ") and results["conclusion"] in out
-    assert {path.name for path in tmp_path.iterdir()} >= {"benchmark.txt", "benchmark.png", "index.html"}

@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""Training steps of this project beside those of other frameworks on this machine, in images per second.
+
+  compare_frameworks.py                                            all nets, three rounds
+  compare_frameworks.py --nets=resnet20 --frameworks=ours,keras    some of them
+
+Each measurement is a process of its own. Every round takes all frameworks in another order. Ours is a training by
+train.py, with input, augmentation and the recipe's optimizer. The others are bare steps of the same net and batch with
+momentum SGD (scripts/peers.py), on all cores or on the first GPU. keras is Keras `fit` as TensorFlow comes,
+keras-onednn has TF_ENABLE_ONEDNN_OPTS=1, which ours has too.
+"""
+
+import argparse
+import importlib.util
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cifar_towers.benchmark.visits import BenchmarkCase, short_training, visit
+from cifar_towers.cli.flags import parse_command_line
+from cifar_towers.config import TrainConfig
+from cifar_towers.errors import RunError
+from cifar_towers.reporting.run_records import align_columns
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+FRAMEWORKS = ("ours", "keras", "keras-onednn", "pytorch", "pytorch-compiled")
+ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
+NETS = {  # recipe -> its net, image size and batch size
+    "speed94": ("speednet94", 32, 1024),
+    "resnet20": ("resnet20", 32, 128),
+    "cifarnet": ("cifarnet", 24, 128),
+}
+
+
+def main() -> None:
+    """Measure all nets, and print a table for each."""
+    args = parse_arguments()
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    frameworks = args.frameworks
+    if not importlib.util.find_spec("torch"):
+        frameworks = [framework for framework in frameworks if not framework.startswith("pytorch")]
+        print("PyTorch is left out, as it is not installed: pip install -e '.[bench]'")
+    for recipe in args.nets:
+        _, size, batch_size = NETS[recipe]
+        rates = measure(recipe, frameworks, args.rounds, args.precision)
+        print(
+            f"\n{recipe}, {batch_size:,} images of {size}x{size}, {args.precision}\n{format_table(rates)}\n", flush=True
+        )
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the arguments of the command line, with lists of frameworks and nets."""
+    description, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=description, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--frameworks", default=",".join(FRAMEWORKS), help="default: %(default)s")
+    parser.add_argument("--nets", default=",".join(NETS), help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="number of measurements of each; default: %(default)s")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
+    args = parser.parse_args(arguments)
+    for option, known in (("frameworks", FRAMEWORKS), ("nets", tuple(NETS))):
+        names = getattr(args, option).split(",")
+        if unknown := [name for name in names if name not in known]:
+            parser.error(f"--{option}: {unknown[0]} is not one of {', '.join(known)}")
+        setattr(args, option, names)
+    return args
+
+
+def measure(recipe: str, frameworks: Sequence[str], rounds: int, precision: str) -> dict[str, list[float]]:
+    """Return the images per second of each framework, a number per round. A framework that fails is left out."""
+    rates: dict[str, list[float]] = {framework: [] for framework in frameworks}
+    for number in range(rounds):
+        for framework in random.Random(number).sample([*rates], len(rates)):
+            try:
+                rate = (
+                    rate_of_ours(recipe, precision)
+                    if framework == "ours"
+                    else rate_of_peer(framework, recipe, precision)
+                )
+            except RunError as error:
+                del rates[framework]
+                print(f"{framework} is left out: {error}", flush=True)
+            else:
+                rates[framework].append(rate)
+                print(f"round {number + 1}: {framework}: {rate:,.0f} images/s", flush=True)
+    return rates
+
+
+def rate_of_ours(recipe: str, precision: str) -> float:
+    """Return the images per second of a short training by train.py, on one GPU or two towers on the CPU."""
+    flags = [f"--recipe={recipe}", f"--batch_size={NETS[recipe][-1]}", "--dataset=auto"]
+    config = short_training(parse_command_line(TrainConfig, ["", *flags], ""), on_gpus=False)
+    case = BenchmarkCase(0, "towers", "", precision)
+    with tempfile.TemporaryDirectory() as directory:
+        return visit(config, case, [sys.executable, str(REPOSITORY / "scripts/train.py")], Path(directory))[0]
+
+
+def rate_of_peer(framework: str, recipe: str, precision: str) -> float:
+    """Return the images per second of bare steps of another framework."""
+    environment = {name: value for name, value in os.environ.items() if name != ONEDNN}  # this project sets it
+    environment |= {ONEDNN: "1"} if framework == "keras-onednn" else {}
+    environment |= {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
+    arguments = [framework.removesuffix("-onednn"), *map(str, NETS[recipe]), precision]
+    command = [sys.executable, "-m", "scripts.peers", *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RunError([f"exit code {done.returncode}", *done.stderr.strip().splitlines()][-1])
+    return float(done.stdout.splitlines()[-1])
+
+
+def format_table(rates: dict[str, list[float]]) -> str:
+    """Return the median of each framework, and the rate of ours divided by it."""
+    medians = {framework: statistics.median(values) for framework, values in rates.items() if values}
+    rows = [["framework", "images/s", "min-max", "ours / its"]]
+    for framework, median in sorted(medians.items(), key=lambda item: -item[1]):
+        low, high = min(rates[framework]), max(rates[framework])
+        ratio = f"{medians['ours'] / median:.2f}" if "ours" in medians else "-"
+        rows.append([framework, f"{median:,.0f}", f"{low:,.0f}-{high:,.0f}", ratio])
+    return align_columns(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""A cost model of synchronous steps on machines we do not have: `python -m scripts.scaling` and `.table`."""

@@ -1,0 +1,125 @@
+"""The benchmark: its cases, a visit's flags, the order of rounds, the report, and one whole benchmark."""
+
+import dataclasses
+import itertools
+import json
+
+import matplotlib.image
+import pytest
+
+from cifar_towers.benchmark import runner
+from cifar_towers.benchmark.visits import BenchmarkCase, as_flags, make_cases, short_training
+from cifar_towers.cli.flags import parse_command_line
+from cifar_towers.config import TrainConfig
+from cifar_towers.config.programs import BenchmarkConfig
+from cifar_towers.config.train_config import recipe_names
+from cifar_towers.errors import RunError
+from tests.programs import finish, start
+
+CPU, MIRRORED = BenchmarkCase(2, "towers", "cpu", "float32"), BenchmarkCase(2, "mirrored", "", "float32")
+MACHINE = {"processor": "Abacus", "cores": 2, "gpus": ["A100", "A100"], "packages": {"tensorflow": "2"}}
+
+
+@pytest.fixture
+def config(tmp_path):
+    recipe = TrainConfig(recipe="mine", model="cifarnet", crop=24, batch_size=100)
+    return BenchmarkConfig(recipe=recipe, train_dir=str(tmp_path), minutes=0.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_gpus", "expected"),
+    [
+        ({}, 0, {1: ["cpu"], 2: ["cpu", "round_robin", "least_loaded", "mirrored"]}),
+        ({"towers": "1,4", "precisions": "float32,bfloat16"}, 0, {1: ["cpu"], 4: ["cpu", "mirrored"]}),
+        ({}, 1, {1: ["cpu", "round_robin"]}),
+        ({}, 8, {1: ["cpu", "round_robin"], 2: ["mirrored"], 4: ["mirrored"]}),  # 8 cannot share 100 images
+    ],
+)
+def test_cases(config, settings, num_gpus, expected):
+    cases = make_cases(dataclasses.replace(config, **settings), num_gpus)
+    assert len(cases) == len({*cases})
+    assert {case.precision for case in cases} == {*settings.get("precisions", "auto").split(",")}
+    assert {case.num_gpus for case in cases} == {*expected}
+    for count, ways in expected.items():
+        of_count = [case.variable_placement or case.strategy for case in cases if case.num_gpus == count]
+        assert {*ways} <= {*of_count} and ("mirrored" in of_count) == (count > 1)
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize("case", [CPU, MIRRORED])
+def test_a_visit_trains_the_recipe_with_the_flags_of_its_case(recipe, case):
+    recipe = parse_command_line(TrainConfig, ["", f"--recipe={recipe}", "--batch_size=256", "--seed=3"], "")
+    config = dataclasses.replace(short_training(recipe, on_gpus=False), **case._asdict(), recipe="", train_dir="here")
+    assert parse_command_line(TrainConfig, ["", "--recipe=", *as_flags(vars(config))], "") == config
+    length = config.run_length(steps_per_epoch=1)
+    assert length.last == 25 and length.total >= 25
+    assert (config.batch_size, config.seed, config.optimizer) == (256, 3, recipe.optimizer)
+    assert parse_command_line(TrainConfig, ["", *str(case).split()], "").strategy == case.strategy
+
+
+def test_rounds_have_random_orders_which_are_always_the_same():
+    cases = list(range(6))
+    first, again = (list(itertools.islice(runner.rounds(cases), 4)) for _ in range(2))
+    assert first == again and all(sorted(order) == cases for order in first)
+    assert len({tuple(order) for order in first}) == 4
+
+
+def test_report_has_medians_quartiles_and_the_fastest_case(config, tmp_path, capsys):
+    rates = {MIRRORED: [10.0, 50.0, 30.0, 20.0, 40.0], CPU: [60.0, 61.0, 62.0]}
+    runner.publish(config, rates, MACHINE)
+    printed = capsys.readouterr().out
+    title, heading, *rows = printed.strip().splitlines()[:4]
+    assert title == "mine, batches of 100; Abacus, 2 cores, 2 x A100"
+    assert [row.split() for row in rows] == [
+        ["2", "towers", "cpu", "float32", "61", "60-62", "1,639.3", "3"],
+        ["2", "mirrored", "-", "float32", "30", "20-40", "3,333.3", "5"],
+    ]
+    fastest = "--num_gpus=2 --variable_placement=cpu --precision=float32"
+    assert heading.split()[:2] == ["towers", "strategy"] and printed.endswith(f"fastest: {fastest}\n")
+    written = json.loads((tmp_path / "benchmark.json").read_text())
+    assert (written["recipe"], written["batch_size"], written["fastest"]) == ("mine", 100, fastest)
+    (slow,) = (case for case in written["cases"] if case["strategy"] == "mirrored")
+    assert (slow["median"], slow["quartiles"], slow["images_per_sec"]) == (30.0, [20.0, 40.0], rates[MIRRORED])
+    (axes,) = runner.plot(rates, title).axes
+    assert [text.get_text().split()[-1] for text in axes.get_yticklabels()] == ["--precision=float32"] * 2
+    assert [bar.get_width() for bar in axes.patches] == [61.0, 30.0]
+    assert matplotlib.image.imread(tmp_path / "benchmark.png")[..., :3].std() > 0.05
+
+
+def test_finished_visits_are_reported_whatever_happens_later(config, monkeypatch, capsys):
+    """One case fails, and is left out; then the benchmark is interrupted."""
+    visits = []
+
+    def visit(recipe, case, command, directory):
+        visits.append(case)
+        if case.strategy == "mirrored":
+            raise RunError("OOM when allocating")
+        if len(visits) == 5:
+            raise KeyboardInterrupt
+        return float(len(visits)), MACHINE
+
+    monkeypatch.setattr(runner, "visit", visit)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_benchmark(config, [])
+    printed = capsys.readouterr().out
+    assert "--strategy=mirrored: left out: OOM when allocating" in printed and "fastest: " in printed
+    assert len(json.loads((config.directory / "benchmark.json").read_text())["cases"]) == 3
+
+
+def test_without_any_measurement_the_benchmark_fails(config):
+    with pytest.raises(RunError, match="no case could be measured"):
+        runner.run_benchmark(config, ["false"])
+
+
+@pytest.mark.slow
+def test_benchmark_end_to_end(tmp_path, small_folder):
+    net = ["--model=cifarnet", "--crop=24", f"--dataset={small_folder}", "--batch_size=16", "--precision=float32"]
+    code, out, err = finish(
+        start("benchmark.py", *net, "--towers=1", "--minutes=0", f"--train_dir={tmp_path}"), timeout=300
+    )
+    assert code == 0, err
+    assert {path.name for path in tmp_path.iterdir()} == {"benchmark.json", "benchmark.png"}
+    written = json.loads((tmp_path / "benchmark.json").read_text())
+    (case,) = written["cases"]
+    assert len(case["images_per_sec"]) == 1 and case["median"] > 1
+    assert out.endswith(f"fastest: {written['fastest']}\n") and "--num_gpus=1" in written["fastest"]

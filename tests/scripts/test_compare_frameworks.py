@@ -1,0 +1,64 @@
+"""The comparison of frameworks: the nets that are written a second time, and the table."""
+
+import random
+
+import keras
+import numpy as np
+import pytest
+
+from cifar_towers.errors import RunError
+from cifar_towers.models import MODELS
+from cifar_towers.models.speednet import Whitening
+from scripts import compare_frameworks, peers
+
+CASES = sorted(compare_frameworks.NETS.values())
+
+
+@pytest.mark.parametrize(("net", "image_size", "batch_size"), CASES)
+def test_the_net_of_keras_has_the_layers_and_parameters_of_ours(net, image_size, batch_size):
+    ours, theirs = MODELS[net](image_size=image_size), peers.keras_net(net, image_size)
+    trained = [layer.trainable_weights for layer in ours.layers if not isinstance(layer, Whitening)]
+    shapes = [tuple(weight.shape) for weights in trained for weight in weights]
+    assert shapes == [tuple(weight.shape) for weight in theirs.trainable_weights]
+    assert sum(map(np.prod, shapes)) == peers.TRAINED_PARAMETERS[net]
+    assert all(type(layer).__module__.startswith("keras.") for layer in theirs.layers)
+
+
+@pytest.mark.parametrize("net", ["resnet20", "cifarnet"])
+def test_the_net_of_keras_computes_what_ours_does(net):
+    ours, theirs = MODELS[net](image_size=24), peers.keras_net(net, 24)
+    theirs.set_weights([weight.numpy() for weight in ours.weights])
+    images = np.random.default_rng(0).normal(size=(4, 24, 24, 3)).astype("f4")
+    np.testing.assert_allclose(theirs(images), ours(images, training=False), rtol=1e-3, atol=1e-4)
+
+
+def test_keras_fit_is_timed_step_by_step():
+    images, labels = np.zeros((4, 24, 24, 3), "f4"), np.zeros(4, int)
+    try:
+        trained, make_steps = peers.keras_fit("cifarnet", images, labels, "float32")
+        ends = make_steps(3)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert trained == peers.TRAINED_PARAMETERS["cifarnet"] and len(ends) == 3 and ends == sorted(ends)
+
+
+def test_a_framework_that_fails_is_left_out_and_the_table_compares_medians(monkeypatch, capsys):
+    def rate_of_peer(framework, recipe, precision):
+        if framework == "pytorch":
+            raise RunError("no compiler")
+        return {"keras": 50.0, "keras-onednn": 80.0}[framework] + random.random()
+
+    monkeypatch.setattr(compare_frameworks, "rate_of_peer", rate_of_peer)
+    monkeypatch.setattr(compare_frameworks, "rate_of_ours", lambda recipe, precision: 100.0)
+    rates = compare_frameworks.measure("resnet20", ("ours", "keras", "keras-onednn", "pytorch"), 3, "float32")
+    assert "pytorch is left out: no compiler" in capsys.readouterr().out
+    assert {name: len(values) for name, values in rates.items()} == {"ours": 3, "keras": 3, "keras-onednn": 3}
+    rows = [row.split() for row in compare_frameworks.format_table(rates).splitlines()[1:]]
+    assert [row[0] for row in rows] == ["ours", "keras-onednn", "keras"] and rows[0][1:] == ["100", "100-100", "1.00"]
+    assert float(rows[2][-1]) == pytest.approx(2, abs=0.05)
+
+
+@pytest.mark.parametrize("flag", ["--frameworks=jax", "--nets=vgg"])
+def test_unknown_names_are_refused(flag):
+    with pytest.raises(SystemExit):
+        compare_frameworks.parse_arguments([flag])
