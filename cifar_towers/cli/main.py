@@ -67,10 +67,6 @@ def start_training(
         for run in [config.of_seed(seed) for seed in parse_seeds(config.seeds)] or [config]:
             run = workdir.choose_directory(run, source.banner, launch_id)
             workdir.check_settings(run, launch_id)
-            if source.is_among_pictures(run.directory):
-                raise UsageError(
-                    f"train_dir={run.directory} is among the pictures of {source.name}; give one outside of it"
-                )
     import_tensorflow()
     if config.seeds:
         train_seeds(config, source, shutdown, launch_id)
