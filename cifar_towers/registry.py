@@ -3,12 +3,10 @@
 This module does not import TensorFlow, so that a wrong name is refused at once.
 """
 
-import os
 import re
-from pathlib import Path
 from typing import NamedTuple
 
-from cifar_towers.errors import UsageError, did_you_mean
+from cifar_towers.errors import UsageError
 from cifar_towers.user_code import split_function
 
 
@@ -38,12 +36,7 @@ OPTIMIZERS = {  # `training.optimizers.make_optimizer` has the update rules of e
     "adamw": OptimizerSpec(),
 }
 BUILT_IN = ("cifar10", "synthetic", "auto")  # the directories of runs on them carry no data set's name
-PREFIXES = FOLDER, CSV, NPY = "folder:", "csv:", "npy:"  # of the names of data sets at a path
-SPLIT_NAMES = {  # of folders and in tables, in upper or lower case
-    "train": ("train", "training", "training_set"),
-    "validation": ("val", "valid", "validation", "dev"),
-    "test": ("test", "test_set"),
-}
+PREFIXES = FOLDER, CSV, NPZ = "folder:", "csv:", "npz:"  # of the names of data sets at a path
 
 
 class TtaView(NamedTuple):
@@ -94,22 +87,7 @@ def check_dataset(dataset: str) -> None:
     prefix, path = split_path(dataset)
     named = f"{dataset}:" not in PREFIXES and re.fullmatch(r"[a-z]\w*(/[\w.+*-]+)?(:\d+\.\d+\.\d+)?", dataset)
     if not ((prefix and path) or named):
-        guess = suggest_data(dataset) or did_you_mean(dataset.lower(), (*BUILT_IN, "cifar100"))
         raise UsageError(
-            f"dataset={dataset} is not {', '.join(BUILT_IN)}, {FOLDER}<path> or the name of a "
-            f"TensorFlow Datasets builder, as svhn_cropped, nor {CSV}<table> or {NPY}<folder or file of arrays>"
-            + (f"; {guess.strip()}" if guess else "")
+            f"dataset={dataset} is not {', '.join(BUILT_IN)}, {FOLDER}<folder>, {CSV}<table>, {NPZ}<file> or the name "
+            "of a TensorFlow Datasets builder, e.g. svhn_cropped"
         )
-
-
-def suggest_data(path: str, tried: str = "") -> str:
-    """Return a part of an error's line, `"did you mean folder:photos? "`, of other data sets than `tried` at a path."""
-    place = Path(os.path.expanduser(path) or os.devnull)
-    if not os.path.exists(place):  # is_dir and glob raise an error on a name that is too long
-        return ""
-    tables = [table for table in (*sorted(place.glob("*.csv")), place) if table.suffix in (".csv", ".tsv")]
-    found = [(CSV, table) for table in tables if table.is_file()]
-    found += [(NPY, place)] if any(place.glob("*.np[yz]")) or (place.suffix == ".npz" and place.is_file()) else []
-    found += [(FOLDER, place)] if place.is_dir() and (not found or any(map(Path.is_dir, place.iterdir()))) else []
-    guesses = [name for prefix, data in found if (name := f"{prefix}{data}") != tried]
-    return f"did you mean {' or '.join(guesses[:3])}? " if guesses else ""

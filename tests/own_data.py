@@ -15,9 +15,10 @@ def write_folder(root, **splits):
 
 
 def write_arrays(root, **splits):
-    """Write splits as arrays, with the names of the classes as labels; return the value of `--dataset`."""
+    """Write splits as the arrays of one file, with the names of the classes; return the value of `--dataset`."""
     root.mkdir(exist_ok=True)
-    for name, split in splits.items():
-        np.save(root / f"x_{name}.npy", split.images)
-        np.save(root / f"y_{name}.npy", np.array(split.info.class_names)[split.labels])
-    return f"npy:{root}"
+    arrays = {f"x_{name}": split.images for name, split in splits.items()}
+    arrays |= {f"y_{name}": split.labels for name, split in splits.items()}
+    class_names = next(iter(splits.values())).info.class_names
+    np.savez(root / "arrays.npz", class_names=class_names, **arrays)
+    return f"npz:{root / 'arrays.npz'}"

@@ -36,8 +36,6 @@ def train() -> None:
     """
     config = parse(TrainConfig, train)
     cluster = join_cluster(config)
-    if measured := measured_accuracy(config):
-        log.info(f"recipe {config.recipe}, measured to reach {measured}")
     if config.seeds:
         train_seeds(config)
     else:

@@ -18,7 +18,7 @@ from cifar_towers.config.train_config import (
     settings_of,
 )
 from cifar_towers.errors import DataError, UsageError, describe_exit_codes
-from cifar_towers.registry import SPLIT_NAMES, TTA_HELP, TTA_LEVELS, check_dataset, check_model
+from cifar_towers.registry import TTA_HELP, TTA_LEVELS, check_dataset, check_model
 
 RUN_FIELDS = (
     *("run", "recipe", "data", "seed", "towers", "state", "step", "scored_step", "split", "weights", "accuracy"),
@@ -82,16 +82,8 @@ class EvaluateConfig(ComputeConfig, RunDataConfig):
 
     split: str = _evaluation("test", "part of the data set to evaluate", choices=("test", "validation", "train"))
     num_images: int = _evaluation(0, "number of images to evaluate, of each set; 0: all", low=0)
-    corruptions: str = _evaluation(
-        "", "corruptions that are applied to the images, as '*', 'contrast_*' or '*_3'; default: none"
-    )
     allow_changed_data: bool = _evaluation(False, "permission to evaluate on images other than those of the run")
     json: bool = _evaluation(False, "output as one JSON object and nothing else")
-
-    def __post_init__(self):
-        split = next((split for split, names in SPLIT_NAMES.items() if self.split in names), self.split)
-        object.__setattr__(self, "split", split)  # before it is checked
-        super().__post_init__()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -266,7 +266,7 @@ class TrainConfig(DeviceConfig):
     dataset: str = _data.free(
         "cifar10",
         "data set: cifar10, synthetic, auto (CIFAR-10 if available, otherwise synthetic), folder:<path> with a "
-        "subfolder of images for each class, csv:<table> of files and classes, npy:<path> of NumPy arrays, or any "
+        "subfolder of images for each class, csv:<table> of files and classes, npz:<file> of NumPy arrays, or any "
         "TensorFlow Datasets builder with images and labels",
         check=registry.check_dataset,
         per_run=True,

@@ -1,4 +1,4 @@
-"""CIFAR-10 from its own files or TensorFlow Datasets (TFDS): located or downloaded, decoded, verified and cached.
+"""CIFAR-10 from TensorFlow Datasets (TFDS) or its own files: decoded, verified and cached.
 
 The decoded splits are kept in the user's cache directory, so that later starts need neither TFDS nor image decoding.
 
@@ -6,113 +6,77 @@ Source of the images: A. Krizhevsky, "Learning Multiple Layers of Features from 
 """
 
 import contextlib
-import dataclasses
-import gzip
 import hashlib
-import io
 import logging
 import os
 import pickle
+import socket
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path, PurePath
 
 import numpy as np
 
-from cifar_towers import files
-from cifar_towers.data.dataset import CLASSES, Split
-from cifar_towers.data.tfds_source import in_stored_order, prepare, reachable, tfds_directory
-from cifar_towers.errors import DataError, UsageError, error_line, error_text
+from cifar_towers.data import tfds_source
+from cifar_towers.data.dataset import Split
+from cifar_towers.errors import DataError, error_line, error_text
 
 log = logging.getLogger(__name__)
 
 BUILDER = "cifar10/3.0.2"
-ARCHIVE = "cifar-10-binary.tar.gz"
 SOURCE_HOST = "www.cs.toronto.edu"
+CONNECT_TIMEOUT_SECONDS = 3.0
 DIGESTS = {  # `Split.digest` of the decoded splits
     "train": "c50e2d9aebe4fd88c438994f8eb0f97707faa404b3760eb30bd3ede49611335a",
     "test": "4b43d2e153a74d4688cbf861a0a06235f0f42c0171aceaf852242dd01a54fc6d",
 }
-PREPARE_AGAIN = "delete the copy, and it is prepared again"
-COPY_NAMES = (  # of copies in a place; the last four are those of Keras's versions
-    *("cifar-10-batches-bin", "cifar-10-binary.tar.gz", "cifar-10-python.tar.gz", "cifar-10-batches-py"),
-    *("cifar-10-batches-py-target/cifar-10-batches-py", "cifar-10-batches-py-target_archive"),
-    "cifar-10-batches-py.tar.gz",
-)
-BATCHES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}
-IMAGES_PER_BATCH, IMAGE_SHAPE, IMAGE_BYTES = 10_000, (3, 32, 32), 3072
-MAX_BATCH_BYTES, MAX_ARCHIVE_BYTES = 65_000_000, 400_000_000  # no more is read; protocol 2 may take 62 and 370 MB
-ARRAY_GLOBALS = {("numpy", "ndarray"), ("numpy", "dtype"), ("numpy.core.multiarray", "_reconstruct")}  # in pickles
-REPLACE = "replace it by a good copy, or delete it"
-CACHE_ERRORS = (OSError, RuntimeError)  # RuntimeError: the user has no home directory
+ARCHIVE = "cifar-10-binary.tar.gz"
+COPY_NAMES = ("cifar-10-batches-py", "cifar-10-batches-bin", "cifar-10-python.tar.gz", ARCHIVE)
+BATCHES = {  # split -> published file -> its MD5. A binary file has the same name with the suffix .bin
+    "train": {
+        "data_batch_1": "c99cafc152244af753f735de768cd75f",
+        "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+        "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+        "data_batch_4": "634d18415352ddfa80567beed471001a",
+        "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+    },
+    "test": {"test_batch": "40351d587109b95175f43aff81a1287e"},
+}
+IMAGE_BYTES = 3 * 32 * 32
 
 
-def locate(data_dir: str = "") -> Path:
-    """Return TFDS's directory, or the path of CIFAR-10's own files, if the data are there, cached or downloadable.
-
-    This takes seconds at most.
-
-    Raises:
-      DataError: no copy, decoded or prepared, no archive to prepare one from, and no connection to download it.
-      UsageError: `data_dir` has no copy and would not be used, because CIFAR-10 is cached.
-    """
-    directory = tfds_directory(data_dir)
-    if is_prepared(directory) or _archive(directory).exists():
-        return directory
-    if copy := _find_own_files(data_dir, directory):
-        return copy
-    if data_dir and is_cached():
-        problem = f"has no {BUILDER}" if directory.exists() else "does not exist"
-        raise UsageError(
-            f"data_dir={data_dir} {problem}, and would not be used: CIFAR-10 is read from {cache_directory()}; leave "
-            f"data_dir out, or give one that holds {BUILDER}"
-        )
-    return _check_available(directory)
+class DownloadError(DataError):
+    """CIFAR-10 is not on this machine and cannot be downloaded."""
 
 
-def load(directory: Path, names: Iterable[str] = tuple(DIGESTS), is_named: bool = False) -> dict[str, Split]:
-    """Return `train`, `test` or both, verified, from the cache or else from the copy.
-
-    CIFAR-10's own files in a directory that the user named are read even if they are cached: that takes a second.
+def check_available(data_dir: str = "") -> None:
+    """Return if CIFAR-10 is on this machine or its host answers. This takes seconds.
 
     Raises:
-      DataError: the copy cannot be prepared or read, or differs from CIFAR-10.
+      DownloadError: neither.
     """
-    return {name: _read_split(directory, name, is_named) for name in names if name in DIGESTS}
+    directory = tfds_source.tfds_directory(data_dir)
+    if is_cached() or is_prepared(directory) or _archive(directory).exists() or _find_copies(data_dir):
+        return
+    try:
+        socket.create_connection((SOURCE_HOST, 443), CONNECT_TIMEOUT_SECONDS).close()
+    except OSError as error:
+        raise DownloadError(f"no CIFAR-10 in {directory}, and {SOURCE_HOST} does not answer") from error
 
 
-def add_votes(test: Split, file: Path) -> dict[str, Split]:
-    """Return the test split with people's votes from a file of CIFAR-10H, whose order is that of CIFAR-10's own files.
+def load(data_dir: str = "", names: Iterable[str] = tuple(DIGESTS)) -> dict[str, Split]:
+    """Return `train`, `test` or both, verified, from the cache or else from TFDS or CIFAR-10's own files.
 
-    Source: J. C. Peterson et al., "Human uncertainty makes classification more robust", arXiv 1908.07086.
+    Raises:
+      DataError: the prepared copy is damaged. DownloadError: there is no copy, and the download fails.
     """
-    votes = np.zeros(0)
-    with contextlib.suppress(Exception):  # NumPy raises any on a damaged file
-        votes = np.load(file)[stored_order("test", len(test.labels))]
-    if votes.shape != (len(test.labels), len(CLASSES)) or (votes.argmax(1) == test.labels).mean() < 0.5:
-        raise DataError(f"{file} holds no votes on CIFAR-10's {len(test.labels)} test images; give a good copy")
-    return {"test": dataclasses.replace(test, votes=votes / votes.sum(1, keepdims=True))}
-
-
-def _read_split(directory: Path, name: str, is_named: bool) -> Split:
-    must_read = is_named and directory.is_dir() and is_copy(directory)
-    split, place = None if must_read else _load_cached(name), f"{directory}"
-    if split:
-        place = f"{cache_directory()}" + (f", and {directory} is not read" if is_named else "")
-    else:
-        if is_copy(directory):
-            split, hint = read_own_files(directory, name), f"replace {directory} by a good copy, or delete it"
-        else:
-            split, hint = _from_tfds(_check_available(directory), name), PREPARE_AGAIN
-        if split.digest != DIGESTS[name]:
-            raise DataError(
-                f"CIFAR-10's {name} split is damaged: its {len(split.labels)} examples have the digest {split.digest}, "
-                f"it must be {DIGESTS[name]}; {hint}"
-            )
-        _save_to_cache(name, split)
-    count, per_class, digest = len(split.labels), split.class_counts()[0], split.digest
-    log.info("CIFAR-10 %s: %d images, %d per class, sha256 %s, from %s", name, count, per_class, digest[:16], place)
-    return split
+    splits = {}
+    for name in names:
+        if name in DIGESTS:
+            splits[name] = split = _load_cached(name) or _decode(name, data_dir)
+            count, per_class = len(split.labels), split.class_counts()[0]
+            log.info("CIFAR-10 %s: %d images, %d per class, sha256 %s", name, count, per_class, split.digest[:16])
+    return splits
 
 
 def is_prepared(directory: Path) -> bool:
@@ -120,45 +84,54 @@ def is_prepared(directory: Path) -> bool:
     return (directory / BUILDER / "dataset_info.json").exists()
 
 
-def has_copy(directory: Path) -> bool:
-    """Return whether a path of `locate` has a copy, prepared or in CIFAR-10's own files."""
-    return is_prepared(directory) or is_copy(directory)
+def is_cached() -> bool:
+    """Return whether both decoded splits are in the cache."""
+    return all(_cached_file(name).is_file() for name in DIGESTS)
 
 
-def _check_available(directory: Path) -> Path:
-    """Return the TFDS directory; raise a DataError if CIFAR-10 is neither there nor elsewhere."""
-    archive = _archive(directory)
-    if is_cached() or is_prepared(directory) or archive.exists() or reachable(f"https://{SOURCE_HOST}"):
-        return directory
-    raise DataError(
-        f"no CIFAR-10 in {directory} and {SOURCE_HOST} does not answer; put {ARCHIVE} into {archive.parent}, "
-        "or give --data_dir=<a directory that holds cifar10/3.0.2 or cifar-10-batches-py>, or train on "
-        "--dataset=synthetic"
-    )
+def _decode(name: str, data_dir: str) -> Split:
+    """Decode a split from the first good copy, or download it; then cache it."""
+    directory = tfds_source.tfds_directory(data_dir)
+    for copy in [] if is_prepared(directory) else _find_copies(data_dir):
+        try:
+            split = _read_copy(copy, name)
+            break
+        except Exception as error:  # of an archive that is half downloaded, for example
+            log.warning("%s is not used: %s", copy, error_line(error))
+    else:
+        split = _from_tfds(directory, name)
+    _save_to_cache(name, split)
+    return split
 
 
 def _archive(directory: Path) -> Path:
-    return directory / "downloads" / "manual" / ARCHIVE  # where TFDS expects one that was downloaded by hand
+    return directory / "downloads/manual" / ARCHIVE  # where TFDS expects one that was downloaded by hand
 
 
 def _from_tfds(directory: Path, name: str) -> Split:
-    """Read a split of the prepared copy, in the order that its digest needs. Prepare the copy first if necessary."""
+    """Read a split of TFDS's copy, in the order that its digest needs. Download and prepare it first if necessary."""
+    hint, error_type = "delete the copy, and it is prepared again", DataError
+    if not is_prepared(directory):
+        hint, error_type = f"put {ARCHIVE} into {_archive(directory).parent}", DownloadError
     try:
-        builder = prepare(BUILDER.replace("/", ":"), directory, "CIFAR-10 (170 MB)")
-        batches = in_stored_order(builder, name, batch_size=1000)
-        images, labels = zip(*((batch["image"], batch["label"]) for batch in batches), strict=True)
-        return Split(np.concatenate(images), np.concatenate(labels).astype(np.int64))
-    except DataError as error:  # the prepared copy is damaged
-        raise DataError(f"CIFAR-10's {name} split: {error}") from error
-    except Exception as error:
-        hint = PREPARE_AGAIN if is_prepared(directory) else f"put {ARCHIVE} into {_archive(directory).parent}"
-        raise DataError(
-            f"CIFAR-10's {name} split in {directory} cannot be read ({error_line(error)}); {hint}"
-        ) from error
+        split = tfds_source.load(BUILDER.replace("/", ":"), directory, 32, [name])[name]
+        return _verified(name, split.images, split.labels)
+    except DataError as error:
+        raise error_type(f"CIFAR-10's {name} split: {error}; {hint}") from error
+
+
+def _verified(name: str, images: np.ndarray, labels: np.ndarray) -> Split:
+    split = Split(images, labels.astype(np.int64))
+    if split.digest != DIGESTS[name]:
+        raise DataError(f"{name} is damaged: its digest is {split.digest}, and must be {DIGESTS[name]}")
+    return split
+
+
+# The cache ------------------------------------------------------------------------------------------------------------
 
 
 def cache_directory() -> Path:
-    """Return `$XDG_CACHE_HOME/cifar_towers` or `~/.cache/cifar_towers`; raise a RuntimeError without a home."""
+    """Return `$XDG_CACHE_HOME/cifar_towers` or `~/.cache/cifar_towers`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cifar_towers"
 
 
@@ -166,153 +139,77 @@ def _cached_file(name: str) -> Path:
     return cache_directory() / f"cifar10-{name}-{DIGESTS[name][:16]}.npy"
 
 
-def is_cached() -> bool:
-    """Return whether both decoded splits are in the cache."""
-    with contextlib.suppress(*CACHE_ERRORS):
-        return all(_cached_file(name).is_file() for name in DIGESTS)
-    return False
-
-
 def _load_cached(name: str) -> Split | None:
-    """Return a cached split if there is one with the right digest. Remove a damaged file.
+    """Return a cached split if there is one with the right digest.
 
     The arrays are in memory, not mapped, so that they cannot change after the check.
     """
-    with contextlib.suppress(*CACHE_ERRORS):
-        path = _cached_file(name)
-        with path.open("rb") as file, contextlib.suppress(Exception):  # NumPy raises any on a damaged file
-            split = Split(np.load(file), np.load(file))
-            if split.digest == DIGESTS[name]:
-                return split
-        log.warning("%s is damaged; it is removed and decoded again", path)
-        path.unlink()
-    return None
+    path = _cached_file(name)
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file:
+            return _verified(name, np.load(file), np.load(file))
+    except Exception as error:  # NumPy raises any on a damaged file
+        log.warning("%s is not used: %s", path, error_line(error))
+        return None
 
 
 def _save_to_cache(name: str, split: Split) -> None:
-    """Write a split atomically, unless it is there or another process is writing to the cache. Only log a failure."""
+    """Write a split under another name, then rename it, so that no process reads half of it. Only log a failure."""
+    path = _cached_file(name)
+    temporary = path.with_suffix(f".{os.getpid()}")
     try:
-        path = _cached_file(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with files.locked(path.parent / ".lock") as is_ours:
-            if not is_ours or path.is_file():
-                return
-            with files.temporary_beside(path) as temporary:
-                with temporary.open("wb") as file:
-                    np.save(file, split.images)
-                    np.save(file, split.labels)
-                files.replace(temporary, path)
-    except CACHE_ERRORS as error:
+        with temporary.open("wb") as file:
+            np.save(file, split.images)
+            np.save(file, split.labels)
+        os.replace(temporary, path)
+    except OSError as error:
         log.info("CIFAR-10 %s cannot be cached (%s); the next start decodes it again", name, error_text(error))
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
-# CIFAR-10's own files, in a folder or an archive, as its home page, torchvision and Keras give them -------------------
-#
-# Nothing is unpacked to the disk. A pickle yields plain values only: nothing that it names is imported or called.
+# CIFAR-10's own files -------------------------------------------------------------------------------------------------
 
 
-def _find_own_files(data_dir: str, directory: Path) -> Path | None:
-    """Return the first copy of CIFAR-10's files in TFDS's directory, Keras's cache or `./data`; None without any.
-
-    If a `data_dir` is given, it is TFDS's directory, and the only place.
-    """
-    keras = os.path.expanduser(os.environ.get("KERAS_HOME") or "~/.keras")
-    places = (directory,) if data_dir else (directory, Path(keras, "datasets"), Path("data"))
-    return next((path for place in places for path in (place, *map(place.joinpath, COPY_NAMES)) if is_copy(path)), None)
+def _find_copies(data_dir: str) -> list[Path]:
+    """Return the copies in TFDS's directory, Keras's cache and `./data`; only those in `data_dir` if that is given."""
+    keras = Path(os.environ.get("KERAS_HOME") or "~/.keras").expanduser() / "datasets/cifar-10-batches-py-target"
+    places = [tfds_source.tfds_directory(data_dir), *([] if data_dir else [keras, Path("data")])]
+    return [path for place in places for path in map(place.joinpath, COPY_NAMES) if path.exists()]
 
 
-def is_copy(path: Path) -> bool:
-    """Return whether a path is an archive, or a folder with at least one of CIFAR-10's files."""
-    if path.is_file():
-        return path.name.endswith((".tar.gz", "_archive"))
-    return any((path / file).is_file() for name in BATCHES for file in _file_names(name))
-
-
-def read_own_files(copy: Path, name: str) -> Split:
-    """Return `train` or `test` of a copy, not verified, in the order in which TFDS stores the split.
-
-    Raises:
-      DataError: a file is missing or damaged, or it is a pickle that would execute code.
-    """
-    path, batches = copy, []
-    try:
-        contents = dict(_read_files(copy, _file_names(name)))
-        for batch in BATCHES[name]:
-            path = copy / (f"{batch}.bin" if f"{batch}.bin" in contents else batch)
-            if path.name not in contents:
-                raise FileNotFoundError("no such file")
-            batches.append((_parse_binary if path.suffix else _parse_pickle)(contents[path.name]))
-    except Exception as error:  # a damaged archive or pickle raises any
-        raise DataError(f"{path} cannot be read as part of CIFAR-10 ({error_line(error)}); {REPLACE}") from error
+def _read_copy(copy: Path, name: str) -> Split:
+    """Return `train` or `test` of a folder or archive, in the order in which TFDS stores the split."""
+    wanted = {batch + suffix for batch in BATCHES[name] for suffix in ("", ".bin")}
+    if copy.is_dir():
+        contents = {path.name: path.read_bytes() for path in copy.iterdir() if path.name in wanted}
+    else:
+        contents = {}
+        with tarfile.open(copy) as archive:
+            for member in archive:
+                file = archive.extractfile(member) if PurePath(member.name).name in wanted else None
+                if file:
+                    contents[PurePath(member.name).name] = file.read()
+    batches = []
+    for batch, md5 in BATCHES[name].items():
+        if content := contents.get(f"{batch}.bin"):
+            records = np.frombuffer(content, np.uint8).reshape(-1, 1 + IMAGE_BYTES)  # a label, then the pixels
+            batches.append((records[:, 0], records[:, 1:]))
+        elif hashlib.md5(contents.get(batch, b"")).hexdigest() != md5:
+            raise ValueError(f"{batch} is missing or not the published file")
+        else:  # a pickle that is known executes nothing
+            values = pickle.loads(contents[batch], encoding="bytes")
+            batches.append((np.array(values[b"labels"]), values[b"data"]))
     labels, pixels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
     order = stored_order(name, len(labels))
-    images = pixels.reshape(-1, *IMAGE_SHAPE).transpose(0, 2, 3, 1)
-    return Split(np.ascontiguousarray(images[order]), labels[order].astype(np.int64))
+    images = pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return _verified(name, images[order], labels[order])
 
 
 def stored_order(name: str, count: int) -> list[int]:
     """Return the order in which TFDS stores a split: by the MD5 of the split's name and the example's number."""
     return sorted(range(count), key=lambda number: hashlib.md5(f"{name}{number}".encode()).digest())
-
-
-def _file_names(name: str) -> set[str]:
-    """Return the possible names of a split's files."""
-    return {batch + suffix for batch in BATCHES[name] for suffix in (".bin", "")}
-
-
-def _read_files(copy: Path, names: set[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of the files of these names in a folder or archive."""
-    if copy.is_dir():
-        for path in filter(Path.is_file, map(copy.joinpath, names)):
-            with path.open("rb") as file:
-                yield path.name, file.read(MAX_BATCH_BYTES)
-        return
-    with gzip.open(copy) as packed, tarfile.open(fileobj=io.BytesIO(packed.read(MAX_ARCHIVE_BYTES))) as archive:
-        for member in archive:
-            inner = archive.extractfile(member) if PurePath(member.name).name in names else None
-            if inner:
-                yield PurePath(member.name).name, inner.read(MAX_BATCH_BYTES)
-
-
-def _parse_binary(content: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Return labels [n] and pixels [n, 3072] of a file with a byte for the label before the pixels of each image."""
-    needed = IMAGES_PER_BATCH * (1 + IMAGE_BYTES)
-    if len(content) != needed:
-        raise ValueError(f"it has {len(content):,} bytes, not {needed:,}")
-    records = np.frombuffer(content, np.uint8).reshape(IMAGES_PER_BATCH, -1)
-    return records[:, 0], records[:, 1:]
-
-
-def _parse_pickle(content: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Return labels [n] and pixels [n, 3072] of a pickled dictionary with a list of labels and an array."""
-    batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
-    batch = {key.encode() if isinstance(key, str) else key: value for key, value in batch.items()}
-    labels, pixels = np.array(batch[b"labels"], np.uint8), np.frombuffer(batch[b"data"].content, np.uint8)
-    return labels.reshape(IMAGES_PER_BATCH), pixels.reshape(IMAGES_PER_BATCH, IMAGE_BYTES)
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Callable:
-        if (module, name) == ("_codecs", "encode"):
-            return _encode_latin1
-        if (module.replace("_core", "core"), name) in ARRAY_GLOBALS:
-            return _ArrayBytes
-        raise pickle.UnpicklingError(f"a pickle that would execute {module}.{name}")
-
-
-def _encode_latin1(text: str, encoding: str) -> bytes:
-    """Return bytes from the text that Python 3 writes in their place into pickles of protocol 2."""
-    if not isinstance(text, str) or encoding != "latin1":
-        raise pickle.UnpicklingError(f"a pickle that would execute _codecs.encode for {encoding!r}")
-    return text.encode("latin1")
-
-
-class _ArrayBytes:
-    """A stand-in for all that NumPy needs to unpickle an array. It keeps the bytes."""
-
-    content = b""
-
-    def __init__(self, *arguments: object): ...
-
-    def __setstate__(self, state: tuple) -> None:
-        self.content = state[-1]  # of an array, after version, shape, type and order

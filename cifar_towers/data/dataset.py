@@ -38,7 +38,6 @@ class Split:
     images: np.ndarray
     labels: np.ndarray
     info: DatasetInfo = CIFAR10
-    votes: np.ndarray | None = None  # [n, C] shares of people's votes, if people have labeled the examples
 
     @functools.cached_property
     def digest(self) -> str:
@@ -53,8 +52,7 @@ class Split:
 
     def take(self, examples: np.ndarray | slice) -> "Split":
         """Return the split of the examples at these indices."""
-        votes = None if self.votes is None else self.votes[examples]
-        return dataclasses.replace(self, images=self.images[examples], labels=self.labels[examples], votes=votes)
+        return dataclasses.replace(self, images=self.images[examples], labels=self.labels[examples])
 
 
 class Dataset(NamedTuple):

@@ -1,128 +1,95 @@
-"""The common part of a user's own data sets, from folders, tables or arrays: classes, splits, and how they are read."""
+"""The common part of a user's own data sets: the order of the examples, the test split, and how they are read."""
 
-import logging
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cifar_towers.data import image_files
 from cifar_towers.data.dataset import DatasetInfo, Split, moments
-from cifar_towers.errors import DataError, did_you_mean, listed
-
-log = logging.getLogger(__name__)
+from cifar_towers.errors import listed
 
 SPLITS = ("train", "validation", "test")
-ALL = "all"  # the split of data without splits: a fifth of each class becomes the test split
-TEST_FRACTION = 0.2
+TEST_FRACTION = 0.2  # of each class, if there is no test split
 
 
 class OwnData(NamedTuple):
-    """The examples of a data set of the user's own, located but not read."""
+    """The examples of a user's data set, located but not read."""
 
     class_names: tuple[str, ...]
-    # Split -> (n items, their class numbers [n] int64): `all` alone, or `train` first if there is one. The first split
-    # that is read gives mean and standard deviation. Errors name an item by its text.
-    splits: dict[str, tuple[Any, np.ndarray]]
-    # Return a hash of an item that stays the same when the data are moved. The order of the hashes decides which
-    # examples are held out.
-    hash_of: Callable[[Any], bytes]
-    read: Callable[[Sequence[Any], int], tuple[np.ndarray, dict[int, str]]]  # as `image_files.read_all` does
-    class_roots: tuple[Path, ...] = ()  # folders whose subfolders are classes
+    splits: Mapping[str, tuple[Sequence[Any], np.ndarray]]  # name in `SPLITS` -> n items, and their classes [n] int64
+    read: Callable[[Sequence[Any], int], np.ndarray]  # (items, image size S) -> [n, S, S, 3] uint8
+    hash_of: Callable[[Any], bytes]  # stays the same when the data are moved
 
 
-def number_classes(
-    splits: Mapping[str, tuple[Any, Sequence[Any]]],
-    classes: Mapping[Any, str],
-    complete: Sequence[str] = ("train", "test"),
-    hint: str = "add another",
-) -> dict[str, tuple[Any, np.ndarray]]:
-    """Check the examples, and return them with the numbers of their classes [n] int64 in place of labels.
+def of_files(root: Path, files: Mapping[str, Mapping[Path, str]], classes: Mapping[str, Collection[str]]) -> OwnData:
+    """Return the data set of image files below `root`.
 
     Args:
-      splits: split -> items and their labels. Without a test, `validation` becomes the test split.
-      classes: label -> name of the class, in the order of their numbers.
-      complete: splits that need an example of every class, if there is something to train on.
-      hint: end of the messages about too few classes or examples.
+      files: split -> file -> name of its class.
+      classes: split -> names of its classes, also of those without files.
 
     Raises:
-      ValueError: there are too few classes or two of one name, or a label, a split or an example is missing.
+      ValueError: a split has a class that train lacks.
     """
-    names, numbers = [*classes.values()], {label: number for number, label in enumerate(classes)}
-    is_for_training = bool(splits.keys() & {"train", ALL})
-    if len(names) < (2 if is_for_training else 1):
-        raise ValueError(f"at least two classes are needed, and there is {listed(names) or 'none'}; {hint}")
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ValueError(f"{listed(twice)} is the name of several classes; give each class a name of its own")
-    if ALL in splits and len(splits) > 1:
-        others = listed([name for name in splits if name != ALL])
-        raise ValueError(f"some examples are of {others}, and others have no split; give all a split, or none")
-    if "validation" in splits and "test" not in splits:
-        log.info("there are no test examples: validation is used as the test split")
-        splits = {("test" if name == "validation" else name): split for name, split in splits.items()}
-    for name, (_, labels) in splits.items():
-        counts = Counter(labels)
-        if unknown := [str(label) for label in counts if label not in numbers]:
-            suggestion = did_you_mean(unknown[0], names) or f"the classes are {listed(names)}; "
-            raise ValueError(f"{listed(sorted(unknown))} in {name} is no class; {suggestion}give all splits the same")
-        needed = is_for_training * {ALL: 2, **dict.fromkeys(complete, 1)}.get(name, 0)  # of two, one is tested on
-        if few := [classes[label] for label in classes if counts[label] < needed]:
-            use = "test" if name == "test" else "train"
-            suggestion = "".join(did_you_mean(name, {*names}.difference(few)) for name in few[:3])
-            raise ValueError(f"no images of {listed(few)} to {use} on; {suggestion}every class needs some; {hint}")
-    return {
-        name: (items, np.array([numbers[label] for label in labels], np.int64))
-        for name, (items, labels) in splits.items()
+    class_names = tuple(sorted(classes.get("train") or {name for names in classes.values() for name in names}))
+    numbers = {name: number for number, name in enumerate(class_names)}
+    for split, names in classes.items():
+        if unknown := sorted({*names}.difference(class_names)):
+            raise ValueError(f"{split} has the classes {listed(unknown)}, and train only {listed(class_names)}")
+    splits = {
+        split: ([*labels], np.array([numbers[name] for name in labels.values()], np.int64))
+        for split, labels in files.items()
     }
+    return OwnData(class_names, splits, image_files.read_all, functools.partial(_hash_name, root))
+
+
+def complete(data: OwnData) -> OwnData:
+    """Put the examples in the order of their hashes, and hold out a fifth of each class if there is no test split.
+
+    In this order the first examples are a random sample of the split.
+
+    Raises:
+      ValueError: a split is empty, or a class has no example to train on.
+    """
+    splits = {}
+    for name in (name for name in SPLITS if name in data.splits):
+        items, labels = data.splits[name]
+        if not len(items):
+            raise ValueError(f"{name} has no images")
+        hashes = [data.hash_of(item) for item in items]
+        splits[name] = _take(items, labels, np.array(sorted(range(len(items)), key=hashes.__getitem__)))
+    if "train" in splits:
+        items, labels = splits["train"]
+        if "test" not in splits:
+            held_out = np.zeros(len(labels), bool)
+            for number in range(len(data.class_names)):
+                places = np.flatnonzero(labels == number)
+                held_out[places[: max(1, round(TEST_FRACTION * len(places)))]] = True
+            splits["test"] = _take(items, labels, np.flatnonzero(held_out))
+            splits["train"] = _take(items, labels, np.flatnonzero(~held_out))
+        counts = np.bincount(splits["train"][1], minlength=len(data.class_names))
+        if missing := [name for name, count in zip(data.class_names, counts, strict=True) if not count]:
+            raise ValueError(f"there are no images of {listed(missing)} to train on")
+    return data._replace(splits=splits)
 
 
 def load(data: OwnData, image_size: int, names: Sequence[str]) -> dict[str, Split]:
-    """Return the splits of these names that have examples, in the order of `divided`.
-
-    Raises:
-      DataError: some images cannot be read; the message names them.
-    """
-    splits = {name: (items, labels) for name, items, labels in divided(data, names) if len(labels)}
-    if not splits:
-        return {}
-    arrays, errors = {}, []
-    for name, (items, _) in splits.items():
-        arrays[name], failed = data.read(items, image_size)
-        errors += [f"{items[index]} {error}" for index, error in failed.items()]
-    if errors:
-        count = sum(len(labels) for _, labels in splits.values())
-        raise DataError(f"{len(errors)} of {count} images cannot be read: {listed(errors)}; repair or remove them")
-    images = next(iter(arrays.values()))
-    if (brightest := int(images.max())) < 32:
-        log.info(
-            f"the brightest pixel of {len(images)} images is {brightest} of 255: scale them to 0 to 255 first, or "
-            "pictures of 16 bits to 0 to 65535"
-        )
-    info = DatasetInfo(data.class_names, image_size, *moments(images))
-    return {name: Split(array, splits[name][1], info) for name, array in arrays.items()}
+    """Read the splits of these names that exist. Mean and deviation are those of the first, train if it is read."""
+    found = {name: split for name, split in data.splits.items() if name in names}
+    images = {name: data.read(items, image_size) for name, (items, _) in found.items()}
+    info = DatasetInfo(data.class_names, image_size, *moments(next(iter(images.values())))) if images else DatasetInfo()
+    return {name: Split(images[name], labels, info) for name, (_, labels) in found.items()}
 
 
-def divided(data: OwnData, names: Sequence[str] = SPLITS) -> Iterator[tuple[str, list[Any], np.ndarray]]:
-    """Yield (split, items, class numbers) of these splits, in the order of the items' hashes.
+def _take(items: Sequence[Any], labels: np.ndarray, places: np.ndarray) -> tuple[list[Any], np.ndarray]:
+    return [items[place] for place in places], labels[places]
 
-    In this order the first examples are a random sample, as some callers need. If the data has no splits, the first
-    fifth of each class is the test split. Corrupted images keep their order, which is the same in each of their sets.
-    """
-    for name, (items, labels) in data.splits.items():
-        if name not in (*names, ALL):
-            continue
-        order = np.argsort(labels, kind="stable") if name == ALL else np.arange(len(labels))  # where hashes are equal
-        if name in (*SPLITS, ALL):
-            hashes = [data.hash_of(item) for item in items]
-            order = np.array(sorted(order, key=hashes.__getitem__), int)
-        parts = {name: order}
-        if name == ALL:
-            held_out = np.zeros(len(order), bool)
-            for number in range(len(data.class_names)):
-                places = np.flatnonzero(labels[order] == number)
-                held_out[places[: max(1, round(TEST_FRACTION * len(places)))]] = True
-            parts = {"train": order[~held_out], "test": order[held_out]}
-        for part, chosen in parts.items():
-            if part in names:
-                yield part, [items[index] for index in chosen], labels[chosen]
+
+def _hash_name(root: Path, path: Path) -> bytes:
+    folder = "" if path.parent == root else path.parent.name  # the name of the root may change
+    return hashlib.sha256(os.fsencode(f"{folder}/{path.name}")).digest()

@@ -1,19 +1,16 @@
 """Data sets by name: CIFAR-10, the synthetic set, images in files of your own, or any of TensorFlow Datasets (TFDS)."""
 
-import csv
 import functools
 import logging
-import os
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from cifar_towers.data import arrays, cifar10, folder, image_files, own_data, synthetic, table, tfds_source
 from cifar_towers.data.dataset import CIFAR10, Dataset, Split, split_validation
-from cifar_towers.data.own_data import ALL, SPLITS, OwnData
+from cifar_towers.data.own_data import SPLITS, OwnData
 from cifar_towers.errors import DataError, UsageError, error_text, listed, printable
-from cifar_towers.registry import CSV, FOLDER, NPY, check_dataset, split_path, suggest_data
+from cifar_towers.registry import CSV, FOLDER, NPZ, check_dataset, split_path
 
 log = logging.getLogger(__name__)
 
@@ -25,43 +22,38 @@ class Source(NamedTuple):
 
     name: str  # as in `--dataset`, but never "auto"
     read: Callable[[int, Sequence[str]], Mapping[str, Split]]  # (image size, split names) -> splits in any size
-    directory: Path | None = None
     banner: str = ""  # warning that synthetic data replace CIFAR-10; otherwise empty
-    class_roots: tuple[Path, ...] = ()  # folders in `directory` whose subfolders are classes
-    how_to_score_all: str = ""  # advice for data without splits: how to make all images the test split
     corruptions: tuple[str, ...] = ()  # names of the splits of corrupted test images, as fog_3
     has_validation: bool = False  # whether there is a validation split that `load` uses if none are held out
-
-    def is_among_pictures(self, path: Path) -> bool:
-        """Return whether files written to `path` would be among the pictures or taken for a class."""
-        path = path.resolve()
-        is_inside = any(path.is_relative_to(root.resolve()) for root in self.class_roots)
-        return is_inside or bool(self.class_roots and self.directory and path == self.directory.resolve())
+    has_test: bool = True  # otherwise the test split is a fifth of each class
 
 
 def find(dataset: str, data_dir: str = "") -> Source:
     """Locate a data set, within seconds and without TensorFlow.
 
     Args:
-      dataset: a name in `SOURCES`, a path with a prefix in `SOURCES`, `auto`, or the name of a TFDS data set.
+      dataset: `cifar10`, `synthetic`, `auto`, a path with a prefix in `OWN_DATA`, or the name of a TFDS data set.
 
     Raises:
-      DataError: CIFAR-10, or what is at the path, cannot be read.
-      UsageError: there is no such data set, or `data_dir` is no place for one or would not be read.
+      DataError: there is no such data set, or what is at the path cannot be read.
+      UsageError: the name cannot be that of a data set.
     """
     check_dataset(dataset)
-    if data_dir and folder.holds_pictures(tfds_source.tfds_directory(data_dir)):
-        raise UsageError(
-            f"data_dir={data_dir} holds pictures, not prepared data sets; to train on them write "
-            f"{shlex.quote(f'--dataset={FOLDER}{data_dir}')} instead"
-        )
-    if dataset != "auto":
-        locate = SOURCES.get(split_path(dataset)[0] or dataset, _locate_tfds)
-        return locate(dataset, data_dir)
-    try:
-        return _locate_cifar10("cifar10", data_dir)
-    except DataError as error:
-        return _synthetic_fallback(error)
+    prefix, path = split_path(dataset)
+    if prefix:
+        return _locate_own(prefix, Path(path).expanduser().absolute())
+    if dataset == "auto":
+        try:
+            cifar10.check_available(data_dir)
+        except cifar10.DownloadError as error:
+            return _synthetic_fallback(error)
+    if dataset in ("auto", "cifar10"):
+        return Source("cifar10", lambda image_size, names: cifar10.load(data_dir, names))
+    if dataset == "synthetic":
+        return Source(dataset, lambda image_size, names: dict(zip(TRAINED, synthetic.load(), strict=True)))
+    directory = tfds_source.tfds_directory(data_dir)
+    read = functools.partial(tfds_source.load, dataset, directory)
+    return Source(dataset, read, corruptions=tfds_source.locate(dataset, directory))
 
 
 def load(
@@ -76,16 +68,18 @@ def load(
 
     Raises:
       DataError: the data cannot be read or are damaged.
-      UsageError: too many examples are held out, the source lacks train or test, or it cannot be used.
+      UsageError: too many examples are held out, the source lacks train or test, or it has one class.
     """
     try:
         splits = _load_splits(source, image_size, TRAINED)
-    except DataError as error:
-        if not fall_back or source.name != "cifar10" or (source.directory and cifar10.has_copy(source.directory)):
+    except cifar10.DownloadError as error:
+        if not fall_back:
             raise
         source = _synthetic_fallback(error)
         splits = _load_splits(source, image_size, TRAINED)
     train, validation = splits["train"], splits.get("validation")
+    if len(train.info.class_names) < 2:
+        raise UsageError(f"dataset={source.name} has one class; at least two are needed")
     if validation_examples >= len(train.labels):
         raise UsageError(f"validation_examples={validation_examples} leaves none of {len(train.labels)} to train on")
     if validation_examples or not validation:
@@ -131,7 +125,7 @@ def _load_splits(
             log.info("%s", printable(f"{source.name} {name}: {summary}"))
         if split.info.image_size != image_size:
             images = image_files.resize_all(split.images, image_size)
-            splits[name] = Split(images, split.labels, split.info._replace(image_size=image_size), split.votes)
+            splits[name] = Split(images, split.labels, split.info._replace(image_size=image_size))
     return splits
 
 
@@ -148,71 +142,26 @@ def is_local(dataset: str) -> bool:
     return dataset == "synthetic" or bool(split_path(dataset)[0]) or (dataset == "cifar10" and cifar10.is_cached())
 
 
-def _locate_cifar10(name: str, data_dir: str) -> Source:
-    directory = cifar10.locate(data_dir)
-    return Source(name, lambda image_size, names: cifar10.load(directory, names, bool(data_dir)), directory)
+# prefix before a path -> how to list the examples there
+OWN_DATA: dict[str, Callable[[Path], OwnData]] = {FOLDER: folder.scan, CSV: table.scan, NPZ: arrays.scan}
 
 
-def _refuse_data_dir(data_dir: str, prefix: str, path: str) -> None:
-    if data_dir:
-        guess = suggest_data(os.path.join(data_dir, path), f"{prefix}{path}") if prefix else ""
-        raise UsageError(f"data_dir={data_dir} is not read with dataset={prefix}{path}: {guess}leave data_dir out")
-
-
-def _locate_synthetic(name: str, data_dir: str, banner: str = "") -> Source:
-    _refuse_data_dir(data_dir, "", name)
-    return Source(name, lambda image_size, names: dict(zip(TRAINED, synthetic.load(), strict=True)), banner=banner)
-
-
-def _locate_own(name: str, data_dir: str) -> Source:
-    prefix, path = split_path(name)
-    scan, how_to_score_all = OWN_DATA[prefix]
-    root = Path(os.path.expanduser(path)).absolute()
+def _locate_own(prefix: str, root: Path) -> Source:
     name = f"{prefix}{root}"
-    if prefix == NPY and os.path.isfile(votes := root / "cifar10h-probs.npy"):
-        own = _locate_cifar10("cifar10", data_dir)
-        return own._replace(name=name, read=lambda *wanted: cifar10.add_votes(own.read(*wanted)["test"], votes))
-    _refuse_data_dir(data_dir, prefix, path)
     try:
-        data = scan(root)
-        if not_utf8 := [text for text in (*data.class_names, name) if text != text.encode(errors="ignore").decode()]:
-            raise ValueError(f"{listed(not_utf8)} is not valid UTF-8, which config.json needs; rename it")
-    except UnicodeDecodeError as error:
-        raise DataError(f"dataset={name} is not in UTF-8; save it as UTF-8 (Excel: CSV UTF-8)") from error
-    except (OSError, ValueError, csv.Error) as error:
-        problem = f"{error}"
-        if isinstance(error, OSError):
-            hint = f"if it was moved, give its place by --dataset={prefix}<path>"
-            problem = f"{error.filename or root} cannot be read: {error_text(error)}; {hint}"
-        raise DataError(f"dataset={name}: {suggest_data(f'{root}', name)}{problem}") from error
-    undivided = how_to_score_all if ALL in data.splits else ""
-    corrupted = tuple(name for name in data.splits if name not in (*SPLITS, ALL))
+        found = OWN_DATA[prefix](root)
+        data = own_data.complete(found)
+    except OSError as error:
+        raise DataError(f"dataset={name}: {error.filename or root} cannot be read: {error_text(error)}") from error
+    except ValueError as error:
+        raise DataError(f"dataset={name}: {error}") from error
+    has_test = "test" in found.splits
+    if not has_test and "train" in found.splits:
+        log.info("%s", printable(f"{name}: there is no test split, so a fifth of each class is the test split"))
     read = functools.partial(own_data.load, data)
-    return Source(name, read, root, "", data.class_roots, undivided, corrupted, "validation" in data.splits)
-
-
-def _locate_tfds(name: str, data_dir: str) -> Source:
-    directory = tfds_source.locate(name, data_dir)
-    read = functools.partial(tfds_source.load, name, directory)
-    return Source(name, read, directory, corruptions=tfds_source.match(name, directory))
-
-
-# prefix before a path -> how to list the examples there, and `Source.how_to_score_all`
-OWN_DATA: dict[str, tuple[Callable[[Path], OwnData], str]] = {
-    FOLDER: (folder.scan, "move its folders into a folder test in it"),
-    CSV: (table.scan, "add a column split with test in each row"),
-    NPY: (arrays.scan, "call its arrays x_test and y_test"),
-}
-
-# How to locate a data set, by its name or by the prefix before a path: (name, data_dir) -> source. Every other name is
-# one of TFDS. `registry.BUILT_IN` lists the same names for error messages.
-SOURCES: dict[str, Callable[[str, str], Source]] = {
-    "cifar10": _locate_cifar10,
-    "synthetic": _locate_synthetic,
-    **dict.fromkeys(OWN_DATA, _locate_own),
-}
+    return Source(name, read, has_validation="validation" in data.splits, has_test=has_test)
 
 
 def _synthetic_fallback(reason: DataError) -> Source:
     banner = f"SYNTHETIC DATA, NOT CIFAR-10: accuracies of this run say nothing about CIFAR-10. Reason: {reason}"
-    return _locate_synthetic("synthetic", "", banner)
+    return find("synthetic")._replace(banner=banner)

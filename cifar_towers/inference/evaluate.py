@@ -1,6 +1,5 @@
 """Evaluation of a run's checkpoint, as a table or as JSON."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 
 from cifar_towers import devices, files
 from cifar_towers.config.programs import EvaluateConfig
-from cifar_towers.data import corruptions, sources
+from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split, split_validation
 from cifar_towers.data.sources import Source
 from cifar_towers.errors import DataError, UsageError, printable
@@ -36,8 +35,8 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
         f"{record['train_dir']} at step {record['step']}: {record['dataset']} {record['split']}{changed}, "
         f"{record['weights']} weights, TTA {record['tta']}, {record['precision']}"
     ]
-    if "corruptions" in record:
-        lines.append(f"accuracy (%) on {record['count']:,} images by severity; corruptions {record['corruptions']}")
+    if isinstance(record["accuracy"], dict):
+        lines.append(f"accuracy (%) on {record['count']:,} images by severity")
         columns = [*record["accuracy"]["mean"]]
         rows = [["corruption", *columns]]
         for name, row in record["accuracy"].items():
@@ -55,9 +54,6 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
         f"{100 * low:.2f} to {100 * high:.2f} %), loss (NLL) {record['loss']:.4f}",
         f"calibration: ECE {record['ece']:.4f}; {scaled}",
     ]
-    if people := record.get("people"):
-        accuracy, loss = f"{100 * people['accuracy']:.2f} % for the class with most votes", f"{people['loss']:.4f}"
-        lines.append(f"people's votes: accuracy {accuracy}, cross entropy {loss}, at least {people['entropy']:.4f}")
     class_names, confusion = list(record["per_class"]), np.array(record["confusion"])
     rows = [["class", "accuracy", "examples", "most often taken for"]]
     for index, (name, accuracy) in enumerate(record["per_class"].items()):
@@ -103,18 +99,13 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
                 yield Score(split.labels, logits)
                 scored += 1
 
-    names, origin = source.corruptions, "of the data set"
-    if names and (config.corruptions or config.split != "test"):
-        raise UsageError(f"{source.name} has corrupted test images only; leave --corruptions and --split out")
-    sets = (read(name).take(first) for name in names)
-    if not names:
-        names, origin = corruptions.match(config.corruptions), "computed here, not the published files"
-        whole = read(config.split)
-        record["changed_data"] = _check_images(config, run, source, whole)
-        split = whole.take(first)
-        sets = (dataclasses.replace(split, images=corruptions.corrupt(split.images, name)) for name in names)
-    if names:
-        return record | {"corruptions": origin, **_tabulate(names, score(sets, len(names)))}
+    if names := source.corruptions:
+        if config.split != "test":
+            raise UsageError(f"{source.name} has corrupted test images only; leave --split out")
+        return record | _tabulate(names, score((read(name).take(first) for name in names), len(names)))
+    whole = read(config.split)
+    record["changed_data"] = _check_images(config, run, source, whole)
+    split = whole.take(first)
     validation = run.own_split("validation", source) if config.split == "test" else None
     if validation and sources.count_copies(split, validation):
         validation = None  # a temperature that is fitted on an image is not reported on it
@@ -126,7 +117,6 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
         **found.record(*held_out),
         "correct": found.correct,
         "interval95": list(wilson_interval(found.accuracy, found.count)),
-        **({} if split.votes is None else {"people": _compare_to_people(found, split.votes)}),
         "per_class": dict(zip(run.info.class_names, found.per_class().tolist(), strict=True)),
         "confusion": found.confusion.tolist(),
     }
@@ -148,19 +138,6 @@ def _tabulate(names: Sequence[str], scores: Iterable[Score]) -> dict[str, Any]:
     }
 
 
-def _compare_to_people(score: Score, votes: np.ndarray) -> dict[str, float]:
-    """Compare predictions to people's votes [n, C]: to the class with most votes, and by cross entropies (nats)."""
-    labels = (votes + 1e-6 * np.eye(votes.shape[1])[score.labels]).argmax(1)  # a tie is decided by the data set's label
-    smallest = np.finfo(np.float32).tiny
-    logits = score.logits.astype(np.float64) - score.logits.max(1, keepdims=True)
-    log_probabilities = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-    return {
-        "accuracy": float((score.logits.argmax(1) == labels).mean()),
-        "loss": float(-(votes * log_probabilities).sum(1).mean()),
-        "entropy": float(-(votes * np.log(votes.clip(smallest))).sum(1).mean()),
-    }
-
-
 def _check_images(config: EvaluateConfig, run: TrainedRun, source: Source, split: Split) -> bool:
     """Return whether the images of a split differ from those of the run.
 
@@ -176,9 +153,9 @@ def _check_images(config: EvaluateConfig, run: TrainedRun, source: Source, split
             f"{run.directory} was made with other {config.split} images than {source.name} has now; restore them, "
             "or give --allow_changed_data to evaluate on these"
         )
-    if is_refused and source.how_to_score_all:
+    if is_refused and not source.has_test:
         raise DataError(
-            f"{source.name} has no test split and is not the data of {run.directory}; to score all of its images, "
-            f"{source.how_to_score_all}; to score a fifth of them, give --allow_changed_data"
+            f"{source.name} has no test split and is not the data of {run.directory}; give it a test split, or score "
+            "a fifth of its images with --allow_changed_data"
         )
     return is_changed

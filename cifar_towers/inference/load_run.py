@@ -19,12 +19,10 @@ from cifar_towers import files
 from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_metadata, read_variables
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources
-from cifar_towers.data.arrays import CLASSES_FILE
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import DatasetInfo, Split
 from cifar_towers.errors import DataError, RunError, UsageError, error_text, listed
 from cifar_towers.evaluation.evaluator import make_classify_fn
-from cifar_towers.registry import NPY
 from cifar_towers.towers import Tower
 from cifar_towers.towers.keras_parallel import variable_values
 from cifar_towers.training import build
@@ -72,13 +70,10 @@ class TrainedRun(NamedTuple):
         unknown = [name for name in classes if name not in known]
         if unknown or (classes != known and not may_differ):
             advice = "restore the data, or give a data set with classes of the run only by --dataset"
-            if dataset.startswith(NPY) and unknown and not any(map(str.isdecimal, known)) and unknown[0].isdecimal():
-                advice = f"name the class of each number in {CLASSES_FILE} beside the arrays, a line each, from 0 on"
             has = f"{dataset} now has {listed(unknown or classes)}"
             raise DataError(f"{self.directory} was trained on {listed(known)}, and {has}; {advice}")
         numbers = np.array([known.index(name) for name in classes])
-        votes = None if split.votes is None else split.votes @ np.eye(len(known))[numbers]
-        return dataclasses.replace(split, labels=numbers[split.labels], votes=votes)
+        return dataclasses.replace(split, labels=numbers[split.labels])
 
     def own_split(self, name: str, *others: sources.Source) -> Split | None:
         """Return a split that the run was made with, from its data set or from others; None if no source has it."""

@@ -3,7 +3,6 @@
 import functools
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,10 @@ from cifar_towers import devices
 from cifar_towers.config.programs import PredictConfig
 from cifar_towers.data import image_files
 from cifar_towers.data.dataset import chunks
-from cifar_towers.data.folder import is_clutter
-from cifar_towers.data.image_files import PictureError
 from cifar_towers.errors import DataError, UsageError, listed, printable
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import to_json
 from cifar_towers.inference.load_run import NOT_FINITE, TrainedRun, make_logits_fn, open_run
-from cifar_towers.towers.placement import HOST
 
 BATCH_SIZE = 256
 MAX_PIXELS = 5000 * 32 * 32  # of arrays that are resized at once
@@ -39,7 +35,7 @@ def predict_images(config: PredictConfig) -> None:
     """
     run = open_run(Path(config.train_dir), config.model, config.step, config.tta)
     pictures = list(_list_images(config.pictures))
-    classify, read = _make_probabilities_fn(config, run), make_read_fn(run.info.image_size)
+    classify = _make_probabilities_fn(config, run)
     batch_size = min(BATCH_SIZE, len(pictures))
     width = max(len(_shown(path)) for path, _ in pictures)
     images = np.zeros([batch_size, run.info.image_size, run.info.image_size, 3], np.float32)
@@ -49,16 +45,16 @@ def predict_images(config: PredictConfig) -> None:
         for index, (path, error) in enumerate(batch):
             if not error:
                 try:
-                    images[index] = read(path)
-                except PictureError as unreadable:
+                    images[index] = image_files.read(path, run.info.image_size)
+                except DataError as unreadable:
                     batch[index] = path, str(unreadable)
         probabilities = classify(images)  # one size: traced once
         for (path, reason), of_image in zip(batch, probabilities, strict=False):
-            error = reason or ("" if np.isfinite(of_image).all() else f"gets {NOT_FINITE}")
+            error = reason or ("" if np.isfinite(of_image).all() else f"{path} gets {NOT_FINITE}")
             answer: dict[str, Any] = {"error": error} if error else _top_classes(of_image, run.info.class_names)
             if error:
                 failed.append(path)
-                print(f"{_shown(path)} {error}", file=sys.stderr)
+                print(printable(error), file=sys.stderr)
             if config.json:
                 print(to_json({"picture": os.fspath(path), **answer}))
             elif not error:
@@ -90,10 +86,10 @@ def predict_probabilities(config: PredictConfig, images: np.ndarray | Iterable[P
             raise UsageError(f"images are {images.shape} {images.dtype}; give uint8 [n, h, w, 3], or a list of paths")
         read = functools.partial(_resize_all, image_size=image_size)
     else:
-        images, read = [], functools.partial(_read_all, read=make_read_fn(image_size))
+        images, read = [], functools.partial(image_files.read_all, image_size=image_size)
         for path, reason in _list_images(paths):
             if reason:
-                raise DataError(f"{_shown(path)} {reason}")
+                raise DataError(reason)
             images.append(path)
     parts = (images[start : start + BATCH_SIZE] for start in range(0, len(images), BATCH_SIZE))
     found = np.concatenate([np.zeros([0, len(run.info.class_names)]), *(classify(read(part)) for part in parts)])
@@ -104,16 +100,6 @@ def predict_probabilities(config: PredictConfig, images: np.ndarray | Iterable[P
 
 def _resize_all(images: Any, image_size: int) -> np.ndarray:
     return np.concatenate([resize_square(tf.constant(some), image_size).numpy() for some in chunks(images, MAX_PIXELS)])
-
-
-def _read_all(paths: Sequence[Path], read: Callable[[Path], np.ndarray]) -> np.ndarray:
-    levels = []
-    for path in paths:
-        try:
-            levels.append(read(path))
-        except PictureError as error:
-            raise DataError(f"{_shown(path)} {error}") from error
-    return np.stack(levels)
 
 
 def _make_probabilities_fn(config: PredictConfig, run: TrainedRun) -> Callable[[np.ndarray], np.ndarray]:
@@ -128,22 +114,6 @@ def _make_probabilities_fn(config: PredictConfig, run: TrainedRun) -> Callable[[
             return np.where(np.isfinite(logits).all(1, keepdims=True), softmax(logits), np.nan)
 
     return classify
-
-
-def make_read_fn(image_size: int) -> Callable[[Path], np.ndarray]:
-    """Return the function (path) -> [S, S, 3] float32 levels of an image file, resized as in an exported model."""
-
-    @tf.function(input_signature=[tf.TensorSpec([None, None, None, 3], tf.uint8)], autograph=False)
-    def resize(images: tf.Tensor) -> tf.Tensor:
-        with tf.device(HOST):
-            return resize_square(images, image_size)
-
-    def read(path: Path) -> np.ndarray:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's, of large or damaged images
-            return resize(image_files.read(path)[None])[0].numpy()
-
-    return read
 
 
 def resize_square(images: Any, image_size: int) -> Any:
@@ -187,18 +157,9 @@ def _list_images(paths: Iterable[Path | str]) -> Iterator[tuple[Path, str]]:
         if not os.path.isdir(path):
             yield path, ""
             continue
-        try:
-            entries = sorted(entry for entry in path.iterdir() if not is_clutter(entry.name))
-        except OSError as error:
-            yield path, f"cannot be read: {error.strerror}"
-            continue
-        images = list(filter(image_files.is_picture, entries))
-        others = [entry for entry in entries if not (image_files.is_picture(entry) or entry.is_dir())]
-        if images and others:
-            print(f"{_shown(path)}: {image_files.describe_ignored(len(others))}", file=sys.stderr)
+        images = sorted(filter(image_files.is_picture, path.iterdir()))
         if not images:
-            inside = "no images; name the folders in it instead" if any(map(os.path.isdir, entries)) else "no images"
-            yield path, f"contains {inside} (images are {', '.join(image_files.SUFFIXES)})"
+            yield path, f"{path} contains no images ({', '.join(image_files.SUFFIXES)})"
         yield from ((image, "") for image in images)
 
 

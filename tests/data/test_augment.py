@@ -1,16 +1,11 @@
-import dataclasses
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.config import TrainConfig
-from cifar_towers.config.programs import EvaluateConfig, PredictConfig
 from cifar_towers.data import augment
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import RandomDraws
 from cifar_towers.data.dataset import CIFAR10
-from cifar_towers.registry import TTA_LEVELS
 
 
 def draws(count, **given):
@@ -94,15 +89,6 @@ def test_tta_views_are_weighted_to_one_and_hold_the_mirror(images):
     np.testing.assert_array_equal(up_left[:, 1:, 1:], levels[:, :-1, :-1])
     np.testing.assert_array_equal(down_right[:, :-1, :-1], levels[:, 1:, 1:])
     np.testing.assert_array_equal(mirrored, up_left[:, :, ::-1])
-
-
-def test_tta_levels_are_those_of_the_settings(images):
-    for config_class in (TrainConfig, EvaluateConfig, PredictConfig):
-        (tta,) = [field for field in dataclasses.fields(config_class) if field.name == "tta"]
-        assert [*range(tta.metadata["low"], tta.metadata["high"] + 1)] == [*TTA_LEVELS]
-        assert "0 (none), 1 (mirror), 2 (mirror and shifts)" in tta.metadata["help"]
-    with pytest.raises(ValueError, match=r"tta=3 is not one of 0 \(none\), 1"):
-        augment.tta_views(tf.cast(images, tf.float32), 3)
 
 
 def test_neutral_draws_change_nothing(images):
