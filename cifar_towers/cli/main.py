@@ -89,37 +89,30 @@ def start_training(
 def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: ShutdownHandler, launch_id: str = "") -> None:
     """Train one run for each seed; print mean, standard deviation and n of the final accuracies.
 
-    The same statistics of every scalar are written for TensorBoard, to `<recipe>-seeds` beside the runs, or to `seeds`
-    within `train_dir`. If seeds diverge, the others are trained and counted before a DivergedError is raised.
+    If seeds diverge, the others are trained and counted before a DivergedError is raised.
     """
     import keras
 
     from cifar_towers import trainer
-    from cifar_towers.checkpointing import workdir
     from cifar_towers.reporting.phase_timer import training_seconds
     from cifar_towers.reporting.run_records import format_rate
     from cifar_towers.reporting.sample import Sample
-    from cifar_towers.reporting.seed_statistics import SeedStatistics
 
     accuracies: dict[str, list[float]] = {}
     results: list[dict] = []
     diverged: dict[int, str] = {}
     seeds = parse_seeds(config.seeds)
     runs = [config.of_seed(seed) for seed in seeds]
-    chosen = [workdir.choose_directory(run, source.banner, launch_id) for run in runs]
-    directories, overwritten = [run.directory for run in chosen], [run.directory for run in chosen if run.overwrite]
     launch_id = launch_id or uuid.uuid4().hex  # written to cleared directories: no later run clears them again
-    statistics = directories[0].with_name(directories[0].name.removesuffix(str(seeds[0])) + "s")
-    with SeedStatistics(statistics, directories, overwritten).updated_in_background():
-        for run in runs:
-            others = [other for other in runs if other is not run]
-            try:
-                result = trainer.train(run, source, shutdown, launch_id=launch_id, make_handle=Run, others=others)
-                results.append(result)
-            except DivergedError as error:
-                diverged[run.seed] = str(error)
-                log.error(f"seed {run.seed} diverged: {error}")
-            keras.backend.clear_session()
+    for run in runs:
+        others = [other for other in runs if other is not run]
+        try:
+            result = trainer.train(run, source, shutdown, launch_id=launch_id, make_handle=Run, others=others)
+            results.append(result)
+        except DivergedError as error:
+            diverged[run.seed] = str(error)
+            log.error(f"seed {run.seed} diverged: {error}")
+        keras.backend.clear_session()
     for result in results:
         for score in result["evaluations"]:
             name = f"{score['split']} accuracy, {score['weights']} weights, TTA {score['tta']}"

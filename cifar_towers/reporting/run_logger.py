@@ -127,14 +127,14 @@ class RunLogger:
         self.truncate_after(step or -1)  # a start that was aborted at step 0 may have had other settings
         with files.BestEffortWrites(self.directory / files.RESULT):
             (self.directory / files.RESULT).unlink(missing_ok=True)  # of a run that ended earlier, and is continued
-        run, settings = self.run, dataclasses.asdict(self.run.config)
+        run = self.run
         self._time_left = TimeLeft(run.length, run.config.batch_size, self.timer, image_size_at, images_left)
-        environment = describe_run(run)
-        self._unwritten = {files.CONFIG: settings, files.ENVIRONMENT: environment}
+        self._unwritten = {files.CONFIG: dataclasses.asdict(run.config), files.ENVIRONMENT: describe_run(run)}
         self._write_unwritten()
         hparams = recipe_fields(run.config) | {"seed": run.config.seed, "towers": len(run.towers)}
         hparams |= {"strategy": run.config.strategy, "precision": run.precision, "dataset": run.dataset.name}
-        self.tensorboard.write_run(step, hparams, settings, environment)
+        if step == 0:
+            self.tensorboard.write_settings(hparams)
         self.callbacks.start()
 
     def log_graph(self, function: tf.types.experimental.ConcreteFunction) -> None:
@@ -238,8 +238,8 @@ class RunLogger:
     ) -> list[dict]:
         """Write the evaluations after `step`, and return their records.
 
-        The evaluation that the run reports is also written by class, and drawn. Before the `final` evaluation it is
-        drawn only as often as `DRAWING_SHARE` of the time allows.
+        The evaluation that the run reports is also drawn, before the `final` one only as often as `DRAWING_SHARE` of
+        the time allows.
         """
         records = [evaluation_record(evaluation, evaluations) for evaluation in evaluations]
         for record in records:
@@ -253,7 +253,6 @@ class RunLogger:
             return records
         reported = next(e for e, record in zip(evaluations, records, strict=True) if record is reported_score(records))
         split = splits[reported.split]
-        self.tensorboard.write_class_scores(step, reported, split, self.run.dataset.info.class_names)
         start = time.monotonic()
         if final or start - self._last_drawing >= self._drawing_seconds / DRAWING_SHARE:
             self._draw(step, reported, split)

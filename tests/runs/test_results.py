@@ -18,7 +18,6 @@ from cifar_towers.errors import DivergedError, Interrupted, UsageError
 from cifar_towers.inference import evaluate
 from cifar_towers.reporting.phase_timer import TimeLeft
 from cifar_towers.reporting.run_records import read_run
-from cifar_towers.reporting.seed_statistics import read_scalars
 from cifar_towers.shutdown import ShutdownHandler
 from tests.messages import lines_with
 from tests.runs.short_runs import QUICK, STEPS, TINY, StopAtStep, records_of, run
@@ -130,18 +129,16 @@ def test_indivisible_batch_uses_fewer_towers(caplog):
     assert lines_with(caplog.text, "1 of 2 towers", "batch_size=51", "50 and 52")
 
 
-def test_synthetic_fallback_has_a_banner_and_statistics_over_seeds_are_of_its_runs(tmp_path, monkeypatch, capsys):
+def test_synthetic_fallback_has_a_banner(tmp_path, monkeypatch, capsys):
     """Runs on CIFAR-10 of the same seeds may lie beside them."""
     monkeypatch.setattr(cifar10, "reachable", lambda url: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     config = replace(TINY, recipe="tiny", dataset="auto", data_dir=str(tmp_path / "none"), max_steps=1, seeds="10")
     train_seeds(config, sources.find("auto", config.data_dir), ShutdownHandler())
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"tiny-synthetic-seed10", "tiny-synthetic-seeds"}
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"tiny-synthetic-seed10"}
     environment = json.loads((tmp_path / "runs/tiny-synthetic-seed10/environment.json").read_text())
     assert "SYNTHETIC" in environment["synthetic_data"]
-    (events,) = (tmp_path / "runs/tiny-synthetic-seeds/eval").glob("events*")
-    assert "n/accuracy/test/raw" in {tag for (tag, _), _ in read_scalars(events)}
     of_run, _, of_seeds = capsys.readouterr().out.partition("next:")
     assert of_run.count("SYNTHETIC DATA") == 2
     banner, summary, *scores = of_seeds.splitlines()[4:]
@@ -241,36 +238,3 @@ def test_a_seed_that_diverges_does_not_hold_up_the_others(tmp_path, monkeypatch,
     summary, score = capsys.readouterr().out.partition("seeds 0, 1, 2 ")[2].splitlines()[:2]
     assert re.fullmatch(r"\(2 of 3; seed 1 diverged\)(: \S+ images/s)?", summary)
     assert f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f} %" in score and "n=2" in score
-
-
-@pytest.mark.slow
-def test_seeds_have_means_and_bands_that_a_resumed_run_continues(tmp_path, capsys):
-    """Interrupt the second of three seeds: the statistics of every scalar are those of uninterrupted runs."""
-
-    def train(name, shutdown):
-        config = replace(TINY, train_dir=str(tmp_path / name), max_steps=4, seeds="0,1,2", summary_every_steps=1)
-        train_seeds(config, sources.find("synthetic"), shutdown)
-
-    def scalars(directory):
-        return dict(entry for path in sorted(directory.glob("events*")) for entry in read_scalars(path))
-
-    train("whole", ShutdownHandler())
-    results = [json.loads((tmp_path / f"whole/seed{seed}/result.json").read_text()) for seed in (0, 1, 2)]
-    values = [100 * result["evaluations"][0]["accuracy"] for result in results]
-    statistics = f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f} %"
-    assert lines_with(capsys.readouterr().out, "test", "raw", "TTA 0", statistics, "n=3", "95 %")
-    for part in ("train", "eval"):
-        found = scalars(tmp_path / "whole/seeds" / part)
-        assert len(found) == 5 * len(
-            set().union(*(scalars(tmp_path / f"whole/seed{seed}" / part) for seed in (0, 1, 2)))
-        )
-        assert {value for (tag, _), value in found.items() if tag.startswith("n/")} == {3}
-    with pytest.raises(Interrupted):
-        train("resumed", StopAtStep(6))
-    assert ("loss", 1) in scalars(tmp_path / "resumed/seeds/train")
-    train("resumed", ShutdownHandler())
-    for part in ("train", "eval"):
-        one, other = (scalars(tmp_path / name / "seeds" / part) for name in ("whole", "resumed"))
-        assert one.keys() == other.keys()
-        for (tag, step), value in one.items():
-            assert value == other[tag, step] or "speed/" in tag or "memory/" in tag, (tag, step)
