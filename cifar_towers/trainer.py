@@ -269,10 +269,6 @@ class Run:
         self.batches = build.make_batches(requested, dataset.train, rows=(workers.index * rows, rows), towers=towers)
         self.length = length = requested.run_length(self.batches.steps_per_epoch)
         profiled = parse_profile_steps(requested.profile_steps)
-        if profiled and profiled[0] >= length.last:
-            raise UsageError(
-                f"profile_steps={requested.profile_steps}: this run ends with step {length.last}; give earlier steps"
-            )
         self.profiler = StepProfiler(requested.directory, *profiled) if profiled and workers.is_chief else None
 
         previous = workdir.previous_choices(requested, requested.num_towers(len(towers)))
@@ -399,8 +395,6 @@ class Run:
         self.shutdown.defer_signals(by_consensus=self.workers.size > 1)
         self.timer.end_phase("start")
         self.logger.write_times()
-        if self.profiler and step >= self.profiler.last:
-            self.log(f"profile_steps={self.config.profile_steps}: no new trace, as the run goes on from step {step}")
         if step == 0 and (self.config.rollback_on_divergence or self.config.init_from):
             self.save_now(0)  # a checkpoint to roll back to; a run that resumes from it does not read `init_from`
 
@@ -458,12 +452,10 @@ class Run:
     def _ends_epoch(self, step: int) -> bool:
         return step % self.length.steps_per_epoch == 0 or step == self.length.last
 
-    def _profile(self, action: Callable[..., str | None], *step: int) -> None:
-        """Let the profiler, if there is one, begin or end its trace; log its message."""
-        if self.profiler and (message := action(self.profiler, *step)):
-            self.logger.progress.pause()
-            self.log(message)
-            self.timer.end_phase("profile")
+    def _profile(self, action: Callable[..., None], *step: int) -> None:
+        """Let the profiler, if there is one, begin or end its trace."""
+        if self.profiler:
+            action(self.profiler, *step)
 
     # What happens after a step
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from cifar_towers.config.schedules import RunLength
 
-Phase = Literal["start", "train", "input", "report", "compile", "evaluate", "save", "profile"]
+Phase = Literal["start", "train", "input", "report", "compile", "evaluate", "save"]
 STEP_PHASES = ("train", "input", "report")  # of every step: the step, the wait for its batch, logging
 TRAINING_PHASES = (*STEP_PHASES, "compile", "lost")
 BOOKED_PHASES = (*STEP_PHASES, "save", "profile")  # phases that estimates count into the time of a step

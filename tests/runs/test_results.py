@@ -176,18 +176,8 @@ def test_time_left_counts_each_compiled_step_with_its_own_time(tmp_path, monkeyp
     assert min(steps) > 0.1 * np.median(steps), seconds
 
 
-def test_profile_is_written_and_summarized(tiny_run):
-    directory, _, output = tiny_run
-    assert len(list((directory / "train" / "plugins" / "profile").rglob("*.xplane.pb"))) == 1
-    assert lines_with(output, "profile", "2 to 3")
-
-
-def test_resumed_run_says_that_it_profiles_no_earlier_steps(tmp_path, capsys):
-    with pytest.raises(Interrupted):
-        run(TINY, tmp_path, StopAtStep(3), profile_steps="1:2")
-    capsys.readouterr()
-    run(TINY, tmp_path, max_steps=4, profile_steps="1:2")
-    assert lines_with(capsys.readouterr().out, "profile_steps=1:2: no new trace, as the run goes on from step 3")
+def test_profile_is_written(tiny_run):
+    assert len(list((tiny_run[0] / "train" / "plugins" / "profile").rglob("*.xplane.pb"))) == 1
 
 
 def test_continued_run_has_no_result_before_its_end(tmp_path):
