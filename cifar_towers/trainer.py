@@ -387,7 +387,7 @@ class Run:
     def begin(self, step: int) -> None:
         """Open the files of the run. From now on, a signal ends the run once its current step is saved."""
         self.workers.cluster.log(f"trains from step {step} to {self.length.last}")
-        self.logger.open(step, self.image_size_at, self.evaluator.images_left)
+        self.logger.open(step)
         if self.callbacks.error:
             raise self.callbacks.error
         self.shutdown.announce = self.log
@@ -433,7 +433,7 @@ class Run:
         if is_cluster or self.profiler or may_not_fit or self._is_something_due(step + 1):
             finished += self.step_runner.finish()
         self._profile(StepProfiler.after, step + 1)
-        self.logger.end_step(step + 1, not needs_compilation)
+        self.logger.end_step(not needs_compilation)
         self.evaluations = []
         return finished
 

@@ -11,7 +11,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ from cifar_towers.evaluation.score import Evaluation, describe_score, reported_s
 from cifar_towers.hardware import available_cores, cpuinfo, gpu_names
 from cifar_towers.registry import MODELS, split_path
 from cifar_towers.reporting import figures, tags
-from cifar_towers.reporting.console import Progress, ProgressStatus, format_estimate, format_seconds
-from cifar_towers.reporting.phase_timer import PhaseTimer, TimeLeft, training_seconds
+from cifar_towers.reporting.console import Progress, ProgressStatus, format_seconds
+from cifar_towers.reporting.phase_timer import PhaseTimer, training_seconds
 from cifar_towers.reporting.run_records import JsonlWriter, format_number, format_rate
 from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWriter, image
 from cifar_towers.towers import Tower, placement_report
@@ -94,7 +94,6 @@ class RunLogger:
         self._weight_names = [variable.path for variable in run.model.trainable_variables]
         self._noise_scale = NoiseScale(run.config.batch_size)
         self._epoch: list[StepMetrics] = []
-        self._time_left: TimeLeft  # of an open run
         self._saved_step = 0
         self._last_times, self._times_errors = -math.inf, files.BestEffortWrites(self.directory / files.TIMES)
         self._last_drawing, self._drawing_seconds = -math.inf, 0.0
@@ -119,16 +118,12 @@ class RunLogger:
         for note in notes(config, length):
             self.log(note)
 
-    def open(self, step: int, image_size_at: Callable[[int], int], images_left: Callable[[int], int]) -> None:
-        """Open the files of a run that starts or resumes at `step`, and write its settings and environment.
-
-        For `image_size_at` and `images_left` see `TimeLeft`.
-        """
+    def open(self, step: int) -> None:
+        """Open the files of a run that starts or resumes at `step`, and write its settings and environment."""
         self.truncate_after(step or -1)  # a start that was aborted at step 0 may have had other settings
         with files.BestEffortWrites(self.directory / files.RESULT):
             (self.directory / files.RESULT).unlink(missing_ok=True)  # of a run that ended earlier, and is continued
         run = self.run
-        self._time_left = TimeLeft(run.length, run.config.batch_size, self.timer, image_size_at, images_left)
         self._unwritten = {files.CONFIG: dataclasses.asdict(run.config), files.ENVIRONMENT: describe_run(run)}
         self._write_unwritten()
         hparams = recipe_fields(run.config) | {"seed": run.config.seed, "towers": len(run.towers)}
@@ -147,13 +142,10 @@ class RunLogger:
         """Return whether step `step` is a summary step."""
         return _is_due(step, self.run.config.summary_every_steps) or step == self.run.length.last
 
-    def end_step(self, step: int, is_traced: bool) -> None:
-        """Stop the clock of step `step`. Once enough traced steps have run, log the remaining time."""
+    def end_step(self, is_traced: bool) -> None:
+        """Stop the clock of a step."""
         self.timer.end_step(self.run.config.batch_size, is_traced)
         self.write_times()
-        if self._time_left.end_step(step, is_traced) and (seconds := self._time_left.seconds()) is not None:
-            self.progress.pause()
-            self.log(f"about {format_estimate(seconds)} to go, at the rate of the first steps here")
 
     def write_times(self) -> None:
         """Write where the run's time went, at most once a second, in case the process is killed."""
@@ -220,7 +212,9 @@ class RunLogger:
 
     def _status(self, step: int, loss: float, accuracy: float, rate: float) -> ProgressStatus:
         images_per_sec, _ = self.timer.recent_rates()
-        return ProgressStatus(step, loss, accuracy, rate, images_per_sec, self._time_left.seconds(), self._saved_step)
+        images_left = (self.run.length.last - step) * self.run.config.batch_size
+        seconds_left = images_left / images_per_sec if images_per_sec else None
+        return ProgressStatus(step, loss, accuracy, rate, images_per_sec, seconds_left, self._saved_step)
 
     def truncate_after(self, step: int) -> None:
         """Remove what was written of later steps, as on a rollback."""

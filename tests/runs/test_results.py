@@ -16,7 +16,6 @@ from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import cifar10, sources
 from cifar_towers.errors import DivergedError, Interrupted, UsageError
 from cifar_towers.inference import evaluate
-from cifar_towers.reporting.phase_timer import TimeLeft
 from cifar_towers.reporting.run_records import read_run
 from cifar_towers.shutdown import ShutdownHandler
 from tests.messages import lines_with
@@ -156,24 +155,6 @@ def test_rate_of_a_step_that_compiles_after_a_resume_is_that_of_the_next(tmp_pat
     assert result["images_per_sec"] > 0 and "0 images/s" not in re.findall(r"\S+ images/s", capsys.readouterr().out)
     alone = run(config, tmp_path, max_steps=1, overwrite=True)
     assert alone["images_per_sec"] is None and "too few steps" in capsys.readouterr().out
-
-
-def test_time_left_counts_each_compiled_step_with_its_own_time(tmp_path, monkeypatch):
-    """Grow images just before the end of an epoch, at which the last step is read early."""
-    seconds, compiling, end_step = {}, set(), TimeLeft.end_step
-
-    def record(time_left, step, compiled):
-        before = sum(time_left._seconds.values())
-        end_step(time_left, step, compiled)
-        seconds[step] = sum(time_left._seconds.values()) - before
-        compiling.update([] if compiled else [step])
-
-    monkeypatch.setattr(TimeLeft, "end_step", record)
-    run(QUICK, tmp_path, num_gpus=1, image_size_schedule="0=18,40%=20", max_steps=12, eval_every_epochs=0)
-    assert list(seconds) == list(range(1, 13))
-    assert {1, 9} <= compiling and {step for step, took in seconds.items() if not took} == compiling, seconds
-    steps = [took for step, took in seconds.items() if step not in compiling]
-    assert min(steps) > 0.1 * np.median(steps), seconds
 
 
 def test_profile_is_written(tiny_run):
