@@ -249,7 +249,7 @@ class Run:
         step = self.restore()
         self.directory.clear()
         self.workers.cluster.log(f"trains from step {step} to {self.length.last}")
-        self.logger.open(step, self.image_size_at, self.evaluator.images_left)
+        self.logger.open(step)
         if self.callbacks.error:
             raise self.callbacks.error
         self.timer.end_phase("start")
@@ -347,7 +347,7 @@ class Run:
         if is_cluster or self.profiler or is_summarized or self._is_something_due(step + 1):
             finished += self.step_runner.finish()
         self._profile(StepProfiler.after, step + 1)
-        self.logger.end_step(step + 1, not needs_compilation)
+        self.logger.end_step(not needs_compilation)
         self.evaluations = []
         return finished
 
@@ -360,12 +360,10 @@ class Run:
     def _should_save(self, step: int) -> bool:
         return self.workers.is_chief and self.directory.should_save(step, self.evaluator.is_due(step))
 
-    def _profile(self, action: Callable[..., str | None], *step: int) -> None:
-        """Let the profiler, if there is one, begin or end its trace; log its message."""
-        if self.profiler and (message := action(self.profiler, *step)):
-            self.logger.progress.pause()
-            self.log(message)
-            self.timer.end_phase("profile")
+    def _profile(self, action: Callable[..., None], *step: int) -> None:
+        """Let the profiler, if there is one, begin or end its trace."""
+        if self.profiler:
+            action(self.profiler, *step)
 
     # What happens after a step
 

@@ -15,7 +15,6 @@ from cifar_towers.data.augment import Augmentation, tta_views
 from cifar_towers.data.dataset import Split, chunks
 from cifar_towers.evaluation.score import Evaluation, Score
 from cifar_towers.multi_worker.cluster_spec import ALONE, Workers
-from cifar_towers.registry import TTA_LEVELS
 from cifar_towers.towers import Tower, run_on_towers, split_batch
 from cifar_towers.towers.devices import describe_out_of_memory
 from cifar_towers.towers.placement import HOST
@@ -49,15 +48,6 @@ class Evaluator:
     def is_due(self, step: int) -> bool:
         """Return whether the run is evaluated after `step`, before its end."""
         return bool(self.every_steps) and step % self.every_steps == 0 and 0 < step < self.last_step
-
-    def images_left(self, step: int) -> int:
-        """Return the number of images that all evaluations from `step` on will classify, with each view counted."""
-        sizes = [len(split.labels) for split in self.splits.values()]
-        num_due = 0
-        if self.every_steps:
-            num_due = (self.last_step - 1) // self.every_steps - (max(step, 1) - 1) // self.every_steps
-        num_others = len(self.weight_sets) - 1
-        return num_due * sizes[0] + sum(sizes) * (len(TTA_LEVELS[self.tta]) + num_others)
 
     def run(self, final: bool = False) -> list[Evaluation]:
         """Score the first split, or all splits and sets of weights if `final`."""

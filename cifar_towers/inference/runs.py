@@ -214,7 +214,7 @@ def _describe_differences(runs: Sequence[RunSummary]) -> list[str]:
     pairs = []
     for data in sorted({run.data for run in runs}):
         groups = group_by_recipe([run.record for run in runs if run.data == data and run.state == DONE])
-        pairs += [f"{one} less {other}: {text}" for one, other, text in compare_groups(groups)]
+        pairs += compare_groups(groups)
     if len(pairs) > MAX_PAIRS:
         return ["", "to see the difference of two groups of seeds, give a pattern of names for both"]
     return ["", *pairs] if pairs else []

@@ -86,16 +86,8 @@ def confusion_matrix(counts: np.ndarray, class_names: Sequence[str], title: str)
     return _rasterize(figure)
 
 
-def line_plot(
-    curves: Mapping[str, tuple], title: str, x_label: str, y_label: str, limits: tuple[float, float] | None = None
-) -> np.ndarray:
-    """Draw up to eight curves {name: (x, y) or (x, y, low, high)}; the legend has the order of their last values.
-
-    Args:
-      limits: ends of the y axis; None: those of the curves.
-    """
-    if len(curves) > len(LINE_STYLES):
-        raise ValueError(f"{len(curves)} curves; at most {len(LINE_STYLES)} can be distinguished")
+def line_plot(curves: Mapping[str, tuple], title: str, x_label: str, y_label: str) -> np.ndarray:
+    """Draw up to eight curves {name: (x, y) or (x, y, low, high)}; the legend has the order of their last values."""
     figure, axes = _new_axes(6.4, 3.6, title)
     lines = {}
     for (name, (x, y, *band)), (color, dashes) in zip(curves.items(), LINE_STYLES, strict=False):
@@ -105,28 +97,10 @@ def line_plot(
     names = sorted(curves, key=lambda name: -np.nansum(curves[name][1][-1:]))
     axes.legend([lines[name] for name in names], names, loc="upper left", bbox_to_anchor=(1, 1), handlelength=3.6)
     axes.grid(alpha=0.4)
-    axes.set(xlabel=x_label, ylabel=y_label, ylim=limits)
+    axes.set(xlabel=x_label, ylabel=y_label)
     axes.ticklabel_format(useOffset=False, style="plain")
     integers = all((np.asarray(x) % 1 == 0).all() for x, *_ in curves.values())
     axes.locator_params("x", integer=integers)  # no ticks at half epochs
-    return _rasterize(figure)
-
-
-def dot_plot(
-    groups: Mapping[str, Sequence[float]], title: str, y_label: str, limits: tuple[float, float]
-) -> np.ndarray:
-    """Draw the values of each group above its name as dots, with their mean and one standard deviation to each side."""
-    figure, axes = _new_axes(max(6.4, 2.2 * len(groups)), 3.6, title)
-    for place, values in enumerate(groups.values()):
-        color, mean = LINE_STYLES[place % len(LINE_STYLES)][0], np.mean(values)
-        axes.plot([place] * len(values), values, "o", color=color, alpha=0.6)
-        axes.hlines(mean, place - 0.2, place + 0.2, color)
-        if len(values) > 1:
-            axes.errorbar(place + 0.3, mean, np.std(values, ddof=1), fmt="_", color=color, capsize=4)
-    axes.set_xticks(range(len(groups)), groups)
-    axes.grid(axis="y", alpha=0.4)
-    axes.set(ylabel=y_label, ylim=limits, xlim=(-0.6, max(1, len(groups)) - 0.4))
-    axes.ticklabel_format(axis="y", useOffset=False, style="plain")
     return _rasterize(figure)
 
 

@@ -1,21 +1,15 @@
-"""Wall-clock seconds of a run by phase, images per second, and the time that a run will still take."""
+"""Wall-clock seconds of a run by phase and images per second."""
 
-import dataclasses
 import math
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from cifar_towers.config.schedules import RunLength
-
-Phase = Literal["start", "train", "input", "report", "compile", "evaluate", "save", "profile"]
+Phase = Literal["start", "train", "input", "report", "compile", "evaluate", "save"]
 STEP_PHASES = ("train", "input", "report")  # of every step: the step, the wait for its batch, logging
 TRAINING_PHASES = (*STEP_PHASES, "compile")
-BOOKED_PHASES = (*STEP_PHASES, "save", "profile")  # phases that estimates count into the time of a step
 RECENT_STEPS = 20  # steps that recent rates are averaged over
-FORWARD_SHARE = 0.4  # evaluation time over training time of an image, until one is timed; runs had 0.3 to 0.5
-MIN_STEPS = 5  # timed steps that an estimate needs
 
 
 class PhaseTimer:
@@ -76,67 +70,3 @@ class PhaseTimer:
 def training_seconds(seconds: Mapping[str, float]) -> float:
     """Return the seconds of steps and compilation, from the `seconds` of a timer or of a result."""
     return math.fsum(seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
-
-
-@dataclasses.dataclass
-class TimeLeft:
-    """The estimate of the time that a run will still take.
-
-    The step time of an image size that has not been timed is scaled from the largest timed size by the number of
-    pixels.
-    """
-
-    length: RunLength
-    batch_size: int
-    timer: PhaseTimer
-    image_size_at: Callable[[int], int]  # step -> height and width of its images in pixels
-    images_left: Callable[[int], int]  # step -> images that evaluations will still classify, each view counted
-
-    def __post_init__(self) -> None:
-        self._booked = dict(self.timer.seconds)
-        self._steps: Counter[int] = Counter()  # timed, by image size
-        self._seconds: defaultdict[int, float] = defaultdict(float)  # of these steps
-        self._steps_left: Counter[int] = Counter()
-        self._compile_seconds = self._evaluate_seconds = 0.0
-        self._evaluated_images = 0  # in these seconds
-        self._last_step: int | None = None
-
-    def end_step(self, step: int, is_traced: bool) -> bool:
-        """Add the seconds measured since the last call, which ends with finished step number `step`.
-
-        Return True once: when enough steps were timed for an estimate, if more steps are left than were timed.
-        """
-        new = {phase: max(0.0, s - self._booked.get(phase, 0.0)) for phase, s in self.timer.seconds.items()}
-        self._booked = dict(self.timer.seconds)
-        size = self.image_size_at(step - 1)
-        self._compile_seconds += new.get("compile", 0.0)
-        if is_traced:
-            self._steps[size] += 1
-            self._seconds[size] += sum(new.get(phase, 0.0) for phase in BOOKED_PHASES)
-        if step - 1 == self._last_step:
-            self._steps_left[size] -= 1
-            self._evaluate_seconds += new.get("evaluate", 0.0)
-            self._evaluated_images += self.images_left(step - 1) - self.images_left(step)
-        else:  # the first, or the first after a rollback
-            self._steps_left = Counter(map(self.image_size_at, range(step, self.length.last)))
-        self._last_step = step
-        return is_traced and self._steps.total() == MIN_STEPS < self._steps_left.total()
-
-    def seconds(self) -> float | None:
-        """Return the seconds until the run ends; None before there is enough to tell."""
-        if self._steps.total() < MIN_STEPS or self._last_step is None:
-            return None
-        training = sum(count * self._step_seconds(size) for size, count in self._steps_left.items())
-        unseen = [size for size, count in self._steps_left.items() if count and not self._steps[size]]
-        compilation = len(unseen) * self._compile_seconds / len(self._steps)
-        return training + compilation + self.images_left(self._last_step) * self._evaluation_seconds_per_image()
-
-    def _step_seconds(self, size: int) -> float:
-        seen = size if self._steps[size] else max(self._steps)
-        return self._seconds[seen] / self._steps[seen] * (size / seen) ** 2
-
-    def _evaluation_seconds_per_image(self) -> float:
-        if self._evaluated_images:
-            return self._evaluate_seconds / self._evaluated_images
-        full_size = self.image_size_at(self.length.total)  # not `last`, where images may still be small
-        return FORWARD_SHARE * self._step_seconds(full_size) / self.batch_size

@@ -11,7 +11,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ from cifar_towers.evaluation.score import Evaluation, describe_score, reported_s
 from cifar_towers.hardware import available_cores, cpuinfo, gpu_names
 from cifar_towers.registry import split_path
 from cifar_towers.reporting import figures, tags
-from cifar_towers.reporting.console import Progress, ProgressStatus, format_estimate, format_seconds
-from cifar_towers.reporting.phase_timer import PhaseTimer, TimeLeft, training_seconds
+from cifar_towers.reporting.console import Progress, ProgressStatus, format_seconds
+from cifar_towers.reporting.phase_timer import PhaseTimer, training_seconds
 from cifar_towers.reporting.run_records import JsonlWriter, format_rate
 from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWriter, image
 from cifar_towers.towers import Tower, placement_report
@@ -89,7 +89,6 @@ class RunLogger:
         self.tensorboard = TensorBoardWriter(self.directory)
         self._noise_scale = NoiseScale(run.config.batch_size)
         self._epoch: list[StepMetrics] = []
-        self._time_left: TimeLeft  # of an open run
         self._saved_step = 0
         self._last_drawing, self._drawing_seconds = -math.inf, 0.0
         self._unwritten: dict[str, dict] = {}  # file name -> content
@@ -111,22 +110,18 @@ class RunLogger:
             f"per epoch; writing to {self.directory}"
         )
 
-    def open(self, step: int, image_size_at: Callable[[int], int], images_left: Callable[[int], int]) -> None:
-        """Open the files of a run that starts or resumes at `step`, and write its settings and environment.
-
-        For `image_size_at` and `images_left` see `TimeLeft`.
-        """
+    def open(self, step: int) -> None:
+        """Open the files of a run that starts or resumes at `step`, and write its settings and environment."""
         self.truncate_after(step or -1)  # a start that was aborted at step 0 may have had other settings
         with files.BestEffortWrites(self.directory / files.RESULT):
             (self.directory / files.RESULT).unlink(missing_ok=True)  # of a run that ended earlier, and is continued
-        run, settings = self.run, dataclasses.asdict(self.run.config)
-        self._time_left = TimeLeft(run.length, run.config.batch_size, self.timer, image_size_at, images_left)
-        environment = describe_run(run)
-        self._unwritten = {files.CONFIG: settings, files.ENVIRONMENT: environment}
+        run = self.run
+        self._unwritten = {files.CONFIG: dataclasses.asdict(run.config), files.ENVIRONMENT: describe_run(run)}
         self._write_unwritten()
         hparams = recipe_fields(run.config) | {"seed": run.config.seed, "towers": len(run.towers)}
         hparams |= {"strategy": run.config.strategy, "precision": run.precision, "dataset": run.dataset.name}
-        self.tensorboard.write_run(step, hparams, settings, environment)
+        if step == 0:
+            self.tensorboard.write_settings(hparams)
         self.callbacks.start()
 
     def log_graph(self, function: tf.types.experimental.ConcreteFunction) -> None:
@@ -139,12 +134,9 @@ class RunLogger:
         """Return whether step `step` is a summary step."""
         return _is_due(step, self.run.config.summary_every_steps) or step == self.run.length.last
 
-    def end_step(self, step: int, is_traced: bool) -> None:
-        """Stop the clock of step `step`. Once enough traced steps have run, log the remaining time."""
+    def end_step(self, is_traced: bool) -> None:
+        """Stop the clock of a step."""
         self.timer.end_step(self.run.config.batch_size, is_traced)
-        if self._time_left.end_step(step, is_traced) and (seconds := self._time_left.seconds()) is not None:
-            self.progress.pause()
-            self.log(f"about {format_estimate(seconds)} to go, at the rate of the first steps here")
 
     def log_step(self, finished: FinishedStep, diagnostics: StepDiagnostics | None, skipped_steps: int) -> None:
         """Show and write the metrics of a step, its learning rates by parameter group, and its diagnostics, if any."""
@@ -199,7 +191,9 @@ class RunLogger:
 
     def _status(self, step: int, loss: float, accuracy: float, rate: float) -> ProgressStatus:
         images_per_sec, _ = self.timer.recent_rates()
-        return ProgressStatus(step, loss, accuracy, rate, images_per_sec, self._time_left.seconds(), self._saved_step)
+        images_left = (self.run.length.last - step) * self.run.config.batch_size
+        seconds_left = images_left / images_per_sec if images_per_sec else None
+        return ProgressStatus(step, loss, accuracy, rate, images_per_sec, seconds_left, self._saved_step)
 
     def truncate_after(self, step: int) -> None:
         """Remove what was written of later steps."""
@@ -217,8 +211,8 @@ class RunLogger:
     ) -> list[dict]:
         """Write the evaluations after `step`, and return their records.
 
-        The evaluation that the run reports is also written by class, and drawn. Before the `final` evaluation it is
-        drawn only as often as `DRAWING_SHARE` of the time allows.
+        The evaluation that the run reports is also drawn, before the `final` one only as often as `DRAWING_SHARE` of
+        the time allows.
         """
         records = [evaluation_record(evaluation, evaluations) for evaluation in evaluations]
         for record in records:
@@ -232,7 +226,6 @@ class RunLogger:
             return records
         reported = next(e for e, record in zip(evaluations, records, strict=True) if record is reported_score(records))
         split = splits[reported.split]
-        self.tensorboard.write_class_scores(step, reported, split, self.run.dataset.info.class_names)
         start = time.monotonic()
         if final or start - self._last_drawing >= self._drawing_seconds / DRAWING_SHARE:
             self._draw(step, reported, split)

@@ -196,14 +196,14 @@ def group_by_recipe(runs: Sequence[RunRecord]) -> Groups:
     return groups
 
 
-def compare_groups(groups: Groups) -> list[tuple[str, str, str]]:
-    """Return (group, other group, difference) of every two groups on one test set with two finished runs each.
+def compare_groups(groups: Groups) -> list[str]:
+    """Return a line for every two groups on one test set with two finished runs each.
 
-    The difference is of the means of one kind of accuracy, in points, with its 95 % interval. The kind is the one that
-    all these runs report, or else one without test-time augmentation that all of them have.
+    The line has the difference of the mean accuracies of one kind, e.g. `lr1.5 - lr0.3: +4.40 points (...)`. The kind
+    is the one that all these runs report, otherwise one without test-time augmentation that all of them have.
     """
     scored = {name: [run for run in group if run.finished and run.scores] for name, group in groups.items()}
-    differences = []
+    lines = []
     for one, other in itertools.combinations([name for name, runs in scored.items() if len(runs) > 1], 2):
         runs = [*scored[one], *scored[other]]
         kinds = {score_name(score) for run in runs if (score := run.reported_score)}
@@ -212,8 +212,8 @@ def compare_groups(groups: Groups) -> list[tuple[str, str, str]]:
         if compared and len({run.result.get("dataset") for run in runs}) == 1 and share_test_images(runs):
             kind = score_name(compared)
             means = [Sample.of([run.scores[kind]["accuracy"] for run in scored[name]]) for name in (one, other)]
-            differences.append((one, other, f"{describe_difference(*means)}, {kind}"))
-    return differences
+            lines.append(f"{one} - {other}: {describe_difference(*means)}; {kind}")
+    return lines
 
 
 def share_test_images(runs: Sequence[RunRecord]) -> bool:

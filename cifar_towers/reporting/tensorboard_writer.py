@@ -9,38 +9,28 @@ import itertools
 import os
 import platform
 import re
-import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.custom_scalar import summary as custom_scalar_summary
 from tensorboard.plugins.histogram import metadata as histogram_metadata
 from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams.summary import session_end_pb
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.image import metadata as image_metadata
-from tensorboard.plugins.pr_curve import summary as pr_curve_summary
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
-from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.util.tensor_util import make_tensor_proto
 from tensorflow.core.framework.graph_pb2 import GraphDef
 
 from cifar_towers import files
-from cifar_towers.data.dataset import Split
-from cifar_towers.evaluation.score import Evaluation
 from cifar_towers.reporting import figures, tags
-from cifar_towers.reporting.run_records import as_text, flatten
 from cifar_towers.training.diagnostics import StepDiagnostics
 
 TRAIN, EVAL, RESULT = "train", "eval", "result"  # beside one directory per tower
-NUM_THRESHOLDS = 127  # of a precision-recall curve
 ERRORS = (OSError, tf.errors.OpError)  # of writing
 FILE_VERSION = "brain.Event:2"  # in the event that a file begins with
 _file_numbers = itertools.count()
@@ -148,16 +138,9 @@ class TensorBoardWriter:
         """Write one event into the directory `name`: scalars by tag, and other summaries."""
         self._events(name).write(step, [*(scalar_pb(tag, value) for tag, value in scalars.items()), *others])
 
-    def write_run(self, step: int, hparams: Mapping, settings: Mapping, environment: Mapping) -> None:
-        """Write what does not change in a run that starts at `step`: texts, charts, and its row under HPARAMS.
-
-        TensorBoard takes the first settings that a run has, so only a run from step 0 writes `hparams`. `settings` and
-        `environment` are the contents of config.json and environment.json.
-        """
-        texts = run_texts(settings, environment)
-        self._events(TRAIN).write(step, [charts_summary(tags.CHARTS), *(text_pb(*text) for text in texts.items())])
-        if step == 0:
-            self._events(RESULT).write(0, [hparams_pb(hparams, trial_id="")])
+    def write_settings(self, hparams: Mapping) -> None:
+        """Write the settings of a run that starts at step 0, for HPARAMS. TensorBoard shows the first ones of a run."""
+        self._events(RESULT).write(0, [hparams_pb(hparams, trial_id="")])
 
     def write_graph(self, function) -> None:
         """Draw a traced step (`ConcreteFunction`), its towers as boxes."""
@@ -189,20 +172,6 @@ class TensorBoardWriter:
         }
         self.write(TRAIN, step, scalars, histograms)
 
-    def write_class_scores(self, step: int, evaluation: Evaluation, split: Split, class_names: Sequence[str]) -> None:
-        """Write accuracy and precision-recall curve of each class; no curves of more than `figures.MAX_CLASSES`.
-
-        Tags have the split alone, so that the final evaluation, with test-time augmentation, continues earlier ones of
-        its split.
-        """
-        score, curves = evaluation.score, []
-        if len(class_names) <= figures.MAX_CLASSES and np.isfinite(score.probabilities).all():
-            for index, (class_name, probabilities) in enumerate(zip(class_names, score.probabilities.T, strict=True)):
-                tag = f"{tags.PRECISION_RECALL}/{evaluation.split}/{class_name}"
-                curves.append(pr_curve(tag, split.labels == index, probabilities))
-        class_tags = [f"{tags.CLASS_ACCURACY}/{evaluation.split}/{class_name}" for class_name in class_names]
-        self.write(EVAL, step, dict(zip(class_tags, score.per_class(), strict=True)), curves)
-
     def write_result(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write the run's metrics for HPARAMS, and that the run has ended successfully.
 
@@ -233,13 +202,6 @@ def image(tag: str, pixels: np.ndarray) -> Summary:
     return _summary(tag, image_metadata.create_summary_metadata(None, None), content)
 
 
-def pr_curve(tag: str, labels: np.ndarray, probabilities: np.ndarray) -> Summary:
-    """Make the summary of one class's precision and recall from n labels of bool and n probabilities."""
-    summary = pr_curve_summary.pb(tag, labels, probabilities, num_thresholds=NUM_THRESHOLDS)
-    summary.value[0].tag = tag  # the builder adds `/pr_curves`
-    return summary
-
-
 def histogram(tag: str, low: float, high: float, counts: np.ndarray) -> Summary:
     """Make the summary of a histogram from the counts [b] of equal buckets between low and high.
 
@@ -256,54 +218,6 @@ def histogram(tag: str, low: float, high: float, counts: np.ndarray) -> Summary:
 
 def _summary(tag: str, metadata: SummaryMetadata, content: np.ndarray) -> Summary:
     return Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=make_tensor_proto(content))])
-
-
-def charts_summary(categories: Mapping[str, Mapping[str, Sequence[str]]], band: Sequence[str] = ()):
-    """Make the summary of charts under CUSTOM SCALARS.
-
-    Args:
-      categories: {category: {title: [regular expressions of tags]}}; with a `band`, the tags themselves.
-      band: prefixes of the tags of (a line, the lower edge of its band, the upper edge); empty: no bands.
-    """
-
-    def chart(title: str, found: Sequence[str]) -> layout_pb2.Chart:
-        if not band:
-            return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=found))
-        edges = ("value", "lower", "upper")
-        series = [{edge: prefix + tag for edge, prefix in zip(edges, band, strict=True)} for tag in found]
-        return layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=series))
-
-    layout = layout_pb2.Layout()
-    for category, charts in categories.items():
-        layout.category.add(title=category, chart=[chart(*each) for each in charts.items()])
-    return custom_scalar_summary.pb(layout)
-
-
-def run_texts(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of a run in Markdown by tag, from the contents of config.json and environment.json."""
-    elsewhere = ("variables", "model", "command")
-    properties = flatten(environment, elsewhere)
-    layers, counted = environment["model"], ("parameters", "flops")
-    totals = {key: sum(layer[key] or 0 for layer in layers) for key in counted}
-    rows = [*layers, {"name": "total", "kind": "", "output": "", **totals}]
-    model = [row | {key: "not counted" if row[key] is None else f"{row[key]:,}" for key in counted} for row in rows]
-    texts = {
-        "run/recipe": _markdown_table([{"setting": name, "value": value} for name, value in settings.items()]),
-        "run/command": f"```\n{shlex.join(environment['command'])}\n```",
-        "run/environment": _markdown_table([{"property": name, "value": value} for name, value in properties.items()]),
-        "run/model": _markdown_table(model) if layers else "the model is not a graph of layers",
-        "run/variables": _markdown_table(environment["variables"]),
-    }
-    if environment["synthetic_data"]:
-        texts["run/data"] = environment["synthetic_data"]
-    return texts
-
-
-def _markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of one or more rows with the same keys, which are the headings."""
-    headings = list(rows[0])
-    lines = [headings, ["---"] * len(headings), *(map(as_text, row.values()) for row in rows)]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 # Names of operations -> names to draw in GRAPHS: towers side by side between the batch and the mean gradient. A tower's

@@ -31,15 +31,6 @@ SCALARS = {  # tag: (runs, minimum number of points)
     "accuracy/test/ema": ([EVAL], NUM_EVALUATIONS),
     f"accuracy/{FINAL}": ([EVAL], 1),
 }
-CHARTS = {  # title of a chart under CUSTOM SCALARS: at least so many curves
-    "training loss, raw and smoothed": 3,
-    "evaluation accuracy": 1,  # of the averaged weights; the other scores are points
-    "gradient norm": 1,
-    "activation sparsity": 8,
-    "loss of each tower": len(TOWERS),
-    "cosine similarity to the mean gradient": len(TOWERS),
-    "throughput, images/s": 1,
-}
 IMAGES = {"confusion/test": EVAL, "mistakes/test": EVAL, "input/augmented": TRAIN}
 HISTOGRAMS = ["activations/group1_gelu1", "activations/logits"]
 HISTOGRAMS += [f"{kind}/{layer}/kernel" for kind in ("weights", "gradients") for layer in ("group1_conv1", "head")]
@@ -48,7 +39,6 @@ ARROWS = ("split_batch--tower_0", "split_batch--tower_1", "tower_0--average_grad
 LAYERS = ("group1_conv1", "group3_conv2")  # inside a tower
 SETTINGS = ("model", "batch_size", "learning_rate")
 METRIC = "final/accuracy/test/ema_tta2"
-TEXTS = {"run/recipe": "batch_size", "run/model": "group1_conv1", "run/environment": "cores"}
 
 
 def test_time_series(show, expect):
@@ -81,13 +71,6 @@ def test_scalars(show, expect):
     for tag, (runs, points) in SCALARS.items():
         lines = _card(page, "tf-scalar-card", tag).locator(".line-plot:not(.ghost) path.line")
         _expect_paths(expect, lines, len(runs), max(1, 3 * points // 4))  # what lies outside the chart is cropped
-
-
-def test_custom_scalars(show, expect):
-    page = show("custom_scalars")
-    for title, curves in CHARTS.items():
-        chart = _card(page, "tf-custom-scalar-multi-line-chart-card", title, "name")
-        expect(chart.locator(".line-plot:not(.ghost) path.line").nth(curves - 1)).to_have_attribute("d", _path_regex(1))
 
 
 def test_images(show, expect, run):
@@ -135,15 +118,6 @@ def test_histograms(show, expect):
         assert max(outlines.evaluate_all("all => all.map(path => path.getBoundingClientRect().height)")) > 10
 
 
-def test_pr_curves(show, expect, run):
-    tags = [f"precision_recall/test/{name}" for name in run.environment["class_names"]]
-    page = show("pr_curves", tags)
-    for tag in tags:
-        card = _card(page, "tf-pr-curve-card", tag, "name")
-        _expect_paths(expect, card.locator(".line-plot path.line"), 1, 5)
-        expect(card.locator("#step-legend")).to_contain_text(re.compile(rf"{EVAL} is at\s*step {LAST_STEP}"))
-
-
 def test_hparams(show, expect, run):
     page = show("hparams")
     table = page.locator("tf-hparams-table-view vaadin-grid")
@@ -165,12 +139,6 @@ def test_hparams(show, expect, run):
     assert float(shown["learning_rate"]) == run.config["learning_rate"]
     (final,) = [score for score in run.result["evaluations"] if (score["weights"], score["tta"]) == ("ema", 2)]
     assert float(shown[METRIC]) == pytest.approx(final["accuracy"], rel=1e-4)
-
-
-def test_text(show, expect):
-    page = show("text", TEXTS)
-    for tag, word in TEXTS.items():
-        expect(_card(page, "tf-text-loader", tag).locator("td").get_by_text(word, exact=True)).to_be_visible()
 
 
 def _card(page, kind, text, part="tag"):

@@ -8,7 +8,6 @@ from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation import evaluator
 from cifar_towers.evaluation.evaluator import make_classify_fn, score_split
 from cifar_towers.evaluation.score import Score, reported_score, wilson_interval
-from cifar_towers.registry import TTA_LEVELS
 from cifar_towers.training.distributed_step import make_strategy
 
 
@@ -98,21 +97,6 @@ def test_averaged_weights_are_scored_before_the_end_and_raw_ones_once_at_the_end
     assert [(each.split, each.weights, each.tta, each.score) for each in evaluations.run(final=True)] == [
         (split, *kind) for split in splits for kind in kinds
     ]
-
-
-@pytest.mark.parametrize("validation", [0, 5])
-@pytest.mark.parametrize("every_steps", [0, 3, 5])
-@pytest.mark.parametrize("tta", [0, 2])
-def test_images_left_are_those_that_are_evaluated(validation, every_steps, tta):
-    evaluations, calls = make_evaluator(every_steps, validation, tta)
-    for step in range(11):
-        calls.clear()
-        for later in range(step, 11):
-            if evaluations.is_due(later):
-                evaluations.run()
-        evaluations.run(final=True)
-        num_images = sum(count * len(TTA_LEVELS[level]) for count, *_, level in calls)
-        assert evaluations.images_left(step) == num_images, step
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])

@@ -258,9 +258,9 @@ def test_groups_of_seeds_on_the_same_data_are_compared(tmp_path):
         make(tmp_path, recipe, seed)
     two = trained.find_runs(tmp_path)
     lines = trained.format_table(two, tmp_path).splitlines()
-    assert len([line for line in lines if re.match("resnet20 less speed94: .* points .95 % interval ", line)]) == 1
+    assert len([line for line in lines if re.match("resnet20 - speed94: .* points .95 % ", line)]) == 1
     for others in ([run._replace(data=run.recipe) for run in two], two[:1]):  # on other data; a single run
-        assert " less " not in trained.format_table(others, tmp_path)
+        assert " points " not in trained.format_table(others, tmp_path)
 
 
 def test_deleting_asks_and_takes_what_the_run_wrote(runs):

@@ -1,5 +1,4 @@
 import io
-import json
 import os
 import shutil
 from unittest.mock import Mock
@@ -12,10 +11,8 @@ from tensorboard.backend.event_processing.data_provider import MultiplexerDataPr
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
-from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
-from tensorboard.plugins.pr_curve.pr_curves_plugin import PrCurvesPlugin
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.util.tensor_util import make_ndarray
 
@@ -26,14 +23,6 @@ from cifar_towers.towers import average_gradients, run_on_towers, split_batch
 from tests.runs.short_runs import events_of, tensors_of
 
 SETTINGS = {"recipe": "speed94", "lr": 0.25, "batch_size": np.int64(512), "ema": True}
-ENVIRONMENT = {
-    "command": ["train.py", "--seed=3"], "cores": 2, "synthetic_data": "",
-    "variables": [{"name": "head/kernel", "shape": [64, 10], "bytes": 2560, "device": "/CPU:0"}],
-    "model": [
-        {"name": "conv", "kind": "Conv2D", "output": [32, 32, 64], "parameters": 1728, "flops": 2_000_000},
-        {"name": "head", "kind": "Dense", "output": [10], "parameters": 640, "flops": 1280},
-    ],
-}  # fmt: skip
 
 
 def write(directory, *summaries):
@@ -85,51 +74,12 @@ def test_histograms_of_equal_values_and_of_a_range_that_overflows_float32():
     assert np.isfinite(content(tensorboard_writer.histogram("weights", -most, most, [1, 2]))).all()
 
 
-def pr_curve_by_definition(right, probability):
-    """One threshold at a time."""
-    curve = []
-    for threshold in np.linspace(0, 1, 127):
-        taken = probability >= threshold
-        tp, fp, tn, fn = (np.sum(both) for both in (right & taken, ~right & taken, ~right & ~taken, right & ~taken))
-        curve.append([tp, fp, tn, fn, tp / (tp + fp) if tp + fp else 0, tp / (tp + fn) if tp + fn else 0])
-    return np.transpose(curve)
-
-
-def test_pr_curve_equals_its_definition(tmp_path):
-    generator = np.random.default_rng(1000)
-    probability = generator.beta(0.5, 0.5, 1000).astype(np.float32)
-    probability[:250] = np.resize([0, 1, 0.5], 250)
-    right = generator.random(1000) < probability
-    write(tmp_path, tensorboard_writer.pr_curve("cat", right, probability))
-    value, plugin = read(tmp_path, "cat")
-    assert plugin == "pr_curves" and value.shape == (6, 127) and value.dtype == np.float32
-    np.testing.assert_allclose(value, pr_curve_by_definition(right, probability), rtol=1e-6)
-
-
-@pytest.mark.parametrize("right", [[], [False] * 5, [True] * 5])
-def test_pr_curves_of_few_examples_and_of_one_kind(tmp_path, right):
-    probability = np.linspace(0.2, 0.9, len(right))
-    right = np.array(right, bool)
-    value = tensorboard_writer.pr_curve("cat", right, probability)
-    assert np.array_equal(content(value), np.float32(pr_curve_by_definition(right, probability)))
-    write(tmp_path / "eval", value)
-    plugin = PrCurvesPlugin(tensorboard(tmp_path))
-    (shown,) = plugin.pr_curves_impl(RequestContext(), "", ["eval"], "cat")["eval"]
-    assert len(shown["precision"]) == 1 + int(126 * probability.max(initial=0))
-
-
-def test_a_run_has_its_texts_and_its_settings_beside_its_result(tmp_path):
+def test_a_run_has_its_settings_beside_its_result(tmp_path):
     for name, accuracy in (("stopped", None), ("done", 0.75)):
         writer = TensorBoardWriter(tmp_path / name)
-        writer.write_run(0, SETTINGS, {"batch_size": 512}, ENVIRONMENT)
+        writer.write_settings(SETTINGS)
         if accuracy:
             writer.write_result(9, {"accuracy": accuracy})
-    text, plugin = read(tmp_path / "done/train", "run/model")
-    assert plugin == "text" and text.item().decode().splitlines()[2:] == [
-        "| conv | Conv2D | [32, 32, 64] | 1,728 | 2,000,000 |",
-        "| head | Dense | [10] | 640 | 1,280 |",
-        "| total |  |  | 2,368 | 2,001,280 |",
-    ]
     request = api_pb2.ListSessionGroupsRequest(slice_size=9, allowed_statuses=api_pb2.Status.values())
     context = backend_context.Context(tensorboard(tmp_path))
     shown = list_session_groups.Handler(RequestContext(), context, "", request).run().session_groups
@@ -139,18 +89,6 @@ def test_a_run_has_its_texts_and_its_settings_beside_its_result(tmp_path):
     hparams = shown[0].hparams
     assert hparams.keys() == SETTINGS.keys() and hparams["recipe"].string_value == "speed94"
     assert hparams["ema"].bool_value is True and hparams["batch_size"].number_value == 512
-
-
-def test_custom_scalars_have_their_charts(tmp_path):
-    charts = {
-        "accuracy": {"test": [r"accuracy/test"], "all": [r"accuracy/.*", r"top5/\w+"]},
-        "losses": {"raw": ["losses/"]},
-    }
-    write(tmp_path / "eval", tensorboard_writer.charts_summary(charts), scalar_pb("accuracy/test", 0.5))
-    plugin = CustomScalarsPlugin(tensorboard(tmp_path))
-    shown = json.loads(plugin.layout_impl(RequestContext(), ""))["category"]
-    titles = {c["title"]: {chart["title"]: chart["multiline"]["tag"] for chart in c["chart"]} for c in shown}
-    assert titles == charts
 
 
 def traced(towers):

@@ -145,10 +145,8 @@ def test_rate_of_a_step_that_compiles_after_a_resume_is_that_of_the_next(tmp_pat
     assert alone["images_per_sec"] is None and "too few steps" in capsys.readouterr().out
 
 
-def test_profile_is_written_and_summarized(tiny_run):
-    directory, _, output = tiny_run
-    assert len(list((directory / "train" / "plugins" / "profile").rglob("*.xplane.pb"))) == 1
-    assert lines_with(output, "profile", "2 to 3")
+def test_profile_is_written(tiny_run):
+    assert len(list((tiny_run[0] / "train" / "plugins" / "profile").rglob("*.xplane.pb"))) == 1
 
 
 def test_continued_run_has_no_result_before_its_end(tmp_path):
