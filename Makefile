@@ -63,7 +63,7 @@ tensorboard: .venv/ready  ## open runs/ at http://localhost:6006
 
 ##@ Measure
 
-bench: .venv/ready  ## compare placements, strategies and numbers of towers for CONFIG, in 20 minutes or more
+bench: .venv/ready  ## compare placements, strategies and numbers of towers for CONFIG, in 20 minutes
 	@$(BIN)/python scripts/benchmark.py $(RECIPE) $(ARGS)
 
 ##@ Develop

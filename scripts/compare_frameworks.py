@@ -57,10 +57,7 @@ def main() -> None:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the arguments of the command line, with lists of frameworks and nets."""
-    description, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=description, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frameworks", default=",".join(FRAMEWORKS), help="default: %(default)s")
     parser.add_argument("--nets", default=",".join(NETS), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="number of measurements of each; default: %(default)s")

@@ -71,8 +71,8 @@ def keras_net(net: str, image_size: int):
         x = L.Conv2D(channels, 3, stride, "same", use_bias=False)(x)
         return L.BatchNormalization(momentum=0.9)(x)
 
-    def response_norm(x):  # TensorFlow's operation has no bfloat16
-        return tf.cast(tf.nn.lrn(tf.cast(x, "float32"), 4, 1.0, 0.001 / 9, 0.75), x.dtype)
+    def response_norm(x):
+        return tf.nn.lrn(x, 4, 1.0, 0.001 / 9, 0.75)
 
     x = images = keras.Input((image_size, image_size, 3))
     if net == "speednet94":
@@ -92,8 +92,8 @@ def keras_net(net: str, image_size: int):
             x = L.ReLU()(L.Add()([x, shortcut]))
         return keras.Model(images, L.Dense(10, dtype="float32")(L.GlobalAveragePooling2D()(x)))
     x = L.MaxPooling2D(3, 2, "same")(L.Conv2D(64, 5, padding="same", activation="relu")(x))
-    x = L.Conv2D(64, 5, padding="same", activation="relu")(L.Lambda(response_norm)(x))
-    x = L.Flatten()(L.MaxPooling2D(3, 2, "same")(L.Lambda(response_norm)(x)))
+    x = L.Conv2D(64, 5, padding="same", activation="relu")(L.Lambda(response_norm, dtype="float32")(x))
+    x = L.Flatten()(L.MaxPooling2D(3, 2, "same")(L.Lambda(response_norm, dtype="float32")(x)))
     x = L.Dense(192, activation="relu")(L.Dense(384, activation="relu")(x))
     return keras.Model(images, L.Dense(10, dtype="float32")(x))
 
