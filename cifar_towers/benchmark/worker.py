@@ -31,7 +31,7 @@ from cifar_towers.data.batches import Batch, Batches
 from cifar_towers.data.dataset import Split
 from cifar_towers.devices import choose_precision, setup_towers
 from cifar_towers.errors import RunError, UsageError, error_text
-from cifar_towers.models.stock_layers import to_stock_model
+from cifar_towers.models.stock_layers import to_stock_layers
 from cifar_towers.reporting.profiler import profile_step
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.devices import on_gpus
@@ -239,7 +239,7 @@ def make_array_fit(
     """
     strategy = tf.distribute.MirroredStrategy([tower.device for tower in towers])
     with strategy.scope() if len(towers) > 1 else tf.device(towers[0].device):
-        stock_model = to_stock_model(model)
+        stock_model = to_stock_layers(model)
         stock_model.compile(
             keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -1,11 +1,13 @@
-"""Copies of the project's models in stock Keras layers: to load without this package, and to train by Keras `fit`."""
+"""Copies of the project's models in stock Keras layers and operations, which load without this package.
+
+The converters to LiteRT and ONNX know them too, but neither XLA's compiled functions nor `Erfc` of TensorFlow's GELU.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from cifar_towers.models.layers import Activation, BatchNorm, Conv2D, LocalResponseNorm, PadChannels
 from cifar_towers.models.speednet import Whitening
@@ -18,29 +20,6 @@ def to_stock_layers(model: keras.Model) -> keras.Model:
     if not any(type(layer) in STOCK_EQUIVALENTS for layer in model.layers):
         return model
     return replace_layers(model, STOCK_EQUIVALENTS)
-
-
-def to_stock_model(model: keras.Model) -> keras.Model:
-    """Return a trainable copy of `model` with Keras's own layers, or the usual code if Keras has no such layer.
-
-    Whitening layers are frozen with their bias, as they are in most of a run.
-    """
-
-    def whitening(layer: Whitening) -> LayerAndWeights:
-        stock_layer, weights = STOCK_EQUIVALENTS[Whitening](layer)
-        stock_layer.trainable = False
-        return stock_layer, weights
-
-    def response_norm(layer: LocalResponseNorm) -> LayerAndWeights:
-        def norm(x):  # TensorFlow's operation takes float32 only
-            x32 = tf.cast(x, tf.float32)
-            normalized = tf.nn.local_response_normalization(x32, layer.radius, layer.bias, layer.alpha, layer.beta)
-            return tf.cast(normalized, x.dtype)
-
-        return keras.layers.Lambda(norm, name=layer.name, dtype=layer.dtype_policy), []
-
-    made = {Whitening: whitening, LocalResponseNorm: response_norm, PadChannels: clone_layer}
-    return replace_layers(model, STOCK_EQUIVALENTS | made)
 
 
 def replace_layers(model: keras.Model, equivalents: dict[type, Callable[..., LayerAndWeights]]) -> keras.Model:
@@ -96,6 +75,13 @@ def _local_response_norm(layer: LocalResponseNorm) -> LayerAndWeights:
     return copy, [kernel[None, None].astype("f4")]
 
 
+def _activation(layer: Activation) -> LayerAndWeights:
+    if layer.function != "gelu":
+        return keras.layers.Activation(layer.function, **_common(layer)), []
+    x = keras.Input(layer.input.shape[1:])
+    return keras.Model(x, 0.5 * x * (1 + keras.ops.erf(x * 0.5**0.5)), name=layer.name), []
+
+
 def _settings(layer: keras.layers.Layer) -> dict[str, Any]:
     """Return a layer's configuration with zero initializers: they may be the project's, and weights are set later."""
     settings = layer.get_config()
@@ -110,7 +96,7 @@ STOCK_EQUIVALENTS: dict[type, Callable[..., LayerAndWeights]] = {
     Conv2D: _convolution,
     Whitening: _convolution,
     BatchNorm: _batch_norm,
-    Activation: lambda layer: (keras.layers.Activation(layer.function, **_common(layer)), []),
+    Activation: _activation,
     PadChannels: _pad_channels,
     LocalResponseNorm: _local_response_norm,
 }

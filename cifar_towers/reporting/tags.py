@@ -33,7 +33,7 @@ RECORDED = {
     "loss": LOSS, "accuracy": ACCURACY, "gradient_norm": GRADIENT_NORM, "images_per_sec": IMAGES_PER_SEC,
     "input_wait": INPUT_WAIT, "skipped_steps": SKIPPED_STEPS, "gradient_noise_scale": NOISE_SCALE,
 }  # fmt: skip
-EVALUATED = (ACCURACY, LOSS, ECE)  # keys of an evaluation's record, and beginnings of their tags; see `score_tag`
+EVALUATED = (ACCURACY, LOSS, ECE)  # keys of an evaluation's record, and beginnings of their tags; see `score_name`
 
 
 def _only(tag: str) -> str:

@@ -25,13 +25,13 @@ def main() -> None:
 
     from cifar_towers.data import sources
     from cifar_towers.devices import resolve_precision
-    from cifar_towers.models.stock_layers import to_stock_model
+    from cifar_towers.models.stock_layers import to_stock_layers
     from cifar_towers.training import build
 
     _, dataset = build.load_data(config, sources.find(config.dataset, config.data_dir))
     precision, _ = resolve_precision(config.precision, "/CPU:0")
     keras.utils.set_random_seed(config.seed)
-    model = to_stock_model(build.make_model(config, precision, dataset.info, dataset.train))
+    model = to_stock_layers(build.make_model(config, precision, dataset.info, dataset.train))
     model.compile(
         keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
