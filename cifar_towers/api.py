@@ -77,9 +77,9 @@ def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
 
     Returns:
       `accuracy` in [0, 1], both ends of its 95 % confidence interval (`interval95`), `loss` (mean cross entropy, nats:
-      the NLL), the calibration as `ece`, `reliability` and `temperature_scaling` (see docs/tracking.md), `count`
-      (images), `per_class` (accuracy by class name, NaN without examples), `confusion` [C, C] (images by true class and
-      by prediction), and what was evaluated. For corrupted images, `accuracy`, `loss` and `ece` are tables.
+      the NLL), the calibration as `ece` and `reliability` (see docs/tracking.md), `count` (images), `per_class`
+      (accuracy by class name, NaN without examples), `confusion` [C, C] (images by true class and by prediction), and
+      what was evaluated. For corrupted images, `accuracy`, `loss` and `ece` are tables.
 
     Raises:
       RunError: there is no such run or split, its data cannot be read or have changed, or logits are not finite.
@@ -99,8 +99,8 @@ def predict(
 
     Args:
       run: a run or its directory.
-      images: [n, H, W, 3] uint8 levels of any size, or paths of image files or of folders, or one path. The images of a
-        folder are sorted by name.
+      images: [n, S, S, 3] uint8 levels in the training's size, or paths of image files or of folders, or one path. The
+        images of a folder are sorted by name.
       **settings: flags of `predict.py` by name, such as `tta=2`, `step`, or `model` for a net of your own.
 
     Returns:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from cifar_towers.cli.flags import parse_command_line
-from cifar_towers.cli.program import checked_output, confirm, find_data, import_tensorflow, parse, program, start_tool
+from cifar_towers.cli.program import checked_output, find_data, import_tensorflow, parse, program, start_tool
 from cifar_towers.cli.run import Run
 from cifar_towers.config import TrainConfig, parse_seeds, programs
 from cifar_towers.config.train_config import recipe_names
@@ -83,6 +83,7 @@ def train_seeds(config: TrainConfig) -> None:
     If seeds diverge, the others are trained and counted before a DivergedError is raised.
     """
     from cifar_towers.checkpointing.run_directory import open_run
+    from cifar_towers.evaluation.score import score_name
     from cifar_towers.reporting.phase_timer import training_seconds
     from cifar_towers.reporting.run_records import format_rate
     from cifar_towers.reporting.sample import Sample
@@ -104,8 +105,7 @@ def train_seeds(config: TrainConfig) -> None:
         sys.modules["keras"].backend.clear_session()
     for result in results:
         for score in result["evaluations"]:
-            name = f"{score['split']} accuracy, {score['weights']} weights, TTA {score['tta']}"
-            accuracies.setdefault(name, []).append(score["accuracy"])
+            accuracies.setdefault(score_name(score), []).append(score["accuracy"])
     speeds = [result["images_per_sec"] for result in results if result["images_per_sec"]]  # of runs with timed steps
     speed = f": {format_rate(Sample.of(speeds).mean)} images/s" if speeds else ""
     missing = f" ({len(results)} of {len(seeds)}; seed {', '.join(map(str, diverged))} diverged)" if diverged else ""
@@ -115,7 +115,7 @@ def train_seeds(config: TrainConfig) -> None:
         mean = f", after {Sample.of(seconds).mean:.1f} s of training in the mean" if seconds else ""
         print(f"stopped at {100 * config.target_accuracy:.2f} %: {len(seconds)} of {len(seeds)}{mean}")
     for name, values in accuracies.items():
-        print(f"{name}: {Sample.of(values).describe_percent()}")
+        print(f"accuracy, {name}: {Sample.of(values).describe_percent()}")
     if diverged:
         raise DivergedError("; ".join(f"seed {seed}: {error}" for seed, error in diverged.items()))
 
@@ -182,7 +182,7 @@ def evaluate() -> None:
     """Evaluate a checkpoint of a run, the newest unless --step is given.
 
     evaluate.py --train_dir=runs/speed94-seed0 --tta=2
-    evaluate.py --train_dir=runs/speed94-seed0 --corruptions='*_3'
+    evaluate.py --train_dir=runs/speed94-seed0 --dataset='cifar10_corrupted/*'
 
     NLL is the negative log likelihood, ECE the expected calibration error. With --tta both are of the mean logits.
     The table's column "most often taken for" names, for each class, the wrong class that most of its images get.
@@ -212,16 +212,16 @@ def predict() -> None:
 
 
 @program
-def export() -> int:
-    """Export the model of a checkpoint with its pre- and postprocessing: uint8 images of any size in, class
-    probabilities and names out.
+def export() -> None:
+    """Export the model of a checkpoint with its preprocessing: uint8 images [B, S, S, 3] of the training's size
+    in, class probabilities [B, C] out. The names of the classes are in classes.txt beside it.
 
     export.py --train_dir=runs/speed94-seed0 --format=saved_model
     """
     config = start_tool(programs.ExportConfig, export)
     from cifar_towers.inference.export import export_model
 
-    return 0 if export_model(config) else RunError.exit_code
+    export_model(config)
 
 
 @program
@@ -262,33 +262,27 @@ def report() -> None:
 
 @program
 def runs() -> None:
-    """List runs with their state and what they reached, or delete runs.
+    """List runs with their state and what they reached.
 
     runs.py                                        all below runs/, a line each
     runs.py 'speed94*' --sort=accuracy             some, the best last
-    runs.py --delete runs/speed94-seed3            after a question
     evaluate.py --train_dir=$(runs.py --best=speed94)
 
     Accuracies are those of the averaged weights if a run keeps an average, otherwise of the raw weights.
-    --best ranks runs on the recipe's own data set, by accuracies on validation images if all of them have some.
+    --best ranks runs by validation accuracy if every run has it, otherwise by test accuracy.
     """
     config = parse(programs.RunsConfig, runs)
     from cifar_towers.inference import runs as trained
 
-    if config.delete:
-        print(trained.delete_runs([Path(argument) for argument in config.arguments], confirm))
-        return
-    root, pattern = Path(config.runs_dir), next(iter(config.arguments), "*")
-    found = trained.sort_runs(trained.find_runs(root, pattern, config.verify), config.sort)
+    found = trained.find_runs(Path(config.runs_dir), *config.pattern)
+    found = trained.sort_runs(found, config.sort)
     with checked_output():
         if config.best:
-            recipe = read_recipe(config.best)
-            own_data = recipe.dataset.replace("auto", "cifar10") if recipe else ""
-            print(trained.best_run(found, config.best, own_data).run)
+            print(trained.best_run(found, config.best).directory)
         elif config.json:
             print(trained.format_json(found))
         else:
-            print(trained.format_table(found, root) if found else "no runs")
+            print(trained.format_table(found) if found else "no runs")
 
 
 @program

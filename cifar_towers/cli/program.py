@@ -103,15 +103,6 @@ def checked_output() -> Iterator[None]:
         raise RunError(f"the output cannot be written ({error_text(error)}); redirect it to another place") from error
 
 
-def confirm(question: str) -> bool:
-    """Return whether somebody answers yes."""
-    try:
-        return input(question).strip().lower() in ("y", "yes")
-    except EOFError:
-        print()
-        return False
-
-
 # TensorFlow -----------------------------------------------------------------------------------------------------------
 
 

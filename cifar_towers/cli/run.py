@@ -61,7 +61,7 @@ class Run:
 
     @with_errors_for_python
     def model(self, **settings: Any) -> "keras.Model":
-        """Return the model with its preprocessing: images [B, H, W, 3] of any size -> probabilities [B, C].
+        """Return the model with its preprocessing: images [B, S, S, 3] of the training's size -> probabilities [B, C].
 
         Images are uint8 levels, probabilities float32.
 

@@ -21,10 +21,10 @@ from cifar_towers.errors import DataError, UsageError, describe_exit_codes
 from cifar_towers.registry import TTA_HELP, TTA_LEVELS, check_dataset, check_model
 
 RUN_FIELDS = (
-    *("run", "recipe", "data", "seed", "towers", "state", "step", "scored_step", "split", "weights", "accuracy"),
-    *("tta_accuracy", "images_per_sec", "minutes", "goodput", "revision", "megabytes"),
+    *("run", "recipe", "data", "seed", "towers", "state", "step", "split", "weights", "accuracy", "tta_accuracy"),
+    *("images_per_sec", "minutes", "revision"),
 )
-EXPORT_FORMATS = ("saved_model", "keras", "litert", "tflite", "onnx")
+EXPORT_FORMATS = ("saved_model", "keras", "litert", "onnx")
 VARIED = ("strategy", "variable_placement", "parallelism", "num_gpus")  # by the benchmark
 CLUSTER = names_with(TrainConfig, group="Cluster")
 OF_WHOLE_RUNS = ("seeds", "target_accuracy")
@@ -103,33 +103,13 @@ class PredictConfig(ComputeConfig):
 class ExportConfig(RunDataConfig):
     """Settings of `export.py`."""
 
-    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, a failed check, or nothing could be written"
+    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, or the export does not agree with the checkpoint"
 
-    format: str = _export("saved_model", "format; tflite is another name of litert", choices=EXPORT_FORMATS)
-    quantize: str = _export(
-        "",
-        "number format of a litert export: float16 weights, or int8 weights and activations, calibrated on training "
-        "images; default: float32",
-        choices=("", "float16", "int8"),
-    )
-    out: str = _export(
-        "",
-        "path of the export; default: saved_model, model.keras, model.tflite, model-int8.tflite, model-float16.tflite "
-        "or model.onnx in train_dir's export/",
-    )
-    temperature: float = _export(
-        1.0, "divisor of the logits; auto: fitted on validation images, or else test images", low=0, words={"auto": 0}
-    )
+    format: str = _export("saved_model", "file format", choices=EXPORT_FORMATS)
+    out: str = _export("", "new directory of the export; default: export/<format> in train_dir")
     check: int = _export(
         1000, "number of test images on which the export must agree with the checkpoint; 0: none", low=0, high=10_000
     )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.quantize and self.format not in ("litert", "tflite"):
-            raise UsageError(
-                f"format={self.format} cannot be quantized; write --format=litert --quantize={self.quantize}"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,20 +137,12 @@ class RunsConfig:
     sort: str = _table("", "column to sort by; default: the directory", choices=("", *RUN_FIELDS))
     json: bool = _table(False, "output as one JSON object per run and nothing else")
     best: str = _table("", "recipe whose most accurate finished run is printed as a directory, and nothing else")
-    verify: bool = _table(
-        False, "comparison of each run's last checkpoint with its SHA-256, in seconds per run; default: sizes only"
-    )
-    delete: bool = _table(False, "deletion of the runs whose directories are given, after a question")
-    arguments: tuple[str, ...] = setting((), REST, "a pattern of names, as 'speed94*'; or the directories to delete")
+    pattern: tuple[str, ...] = setting((), REST, "a pattern of names, e.g. 'speed94*'")
 
     def __post_init__(self):
         check_limits(self)
-        if self.delete and not self.arguments:
-            raise UsageError("delete which runs? write: runs.py --delete runs/one [runs/other ...]")
-        if len(self.arguments) > 1 and not self.delete:
-            raise UsageError(f"{' '.join(self.arguments)}: give one pattern, in quotes, as 'speed94*'")
-        if self.best and (self.delete or self.json):
-            raise UsageError("best prints one directory; leave the other flags")
+        if len(self.pattern) > 1:
+            raise UsageError(f"{' '.join(self.pattern)}: give one pattern, in quotes, e.g. 'speed94*'")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +14,9 @@ from cifar_towers.data.dataset import Split, chunks
 from cifar_towers.evaluation.score import Evaluation, Score
 from cifar_towers.multi_worker.cluster_spec import ALONE, Workers
 from cifar_towers.towers import Tower, run_on_towers, split_batch
-from cifar_towers.towers.devices import describe_out_of_memory
 from cifar_towers.towers.placement import HOST
 
 MAX_BATCH_PIXELS = 500 * 32 * 32  # on CPUs, larger batches gain nothing, and lose an eighth in float32 with AVX2
-
-log = logging.getLogger(__name__)
 
 Values = Sequence[Any]  # of variables: tensors, arrays or the variables
 ClassifyFn = Callable[..., list[np.ndarray]]  # see `make_classify_fn`
@@ -79,14 +74,12 @@ def make_classify_fn(
     """Return a function that classifies any number of images on the towers.
 
     The function is (images, weights, non_trainable, tta) -> [logits, logits with TTA]. The images are [n, S, S, 3]
-    levels, both logits [n, C]. Weights and non_trainable are the model's variables or averages of them. If a batch does
-    not fit into the memory, the function goes on with batches of half the size.
+    levels, both logits [n, C]. Weights and non_trainable are the model's variables or averages of them.
 
     Args:
       workers: they call the function together; each classifies its share of the images and returns all logits.
       on_progress: called before each batch with the fraction that is done.
     """
-    max_pixels = MAX_BATCH_PIXELS
 
     def on_tower(tta: int, weights: Values, non_trainable: Values, tower: Tower, shard: list) -> tuple:
         images = augmentation.evaluate(shard[0])
@@ -104,33 +97,18 @@ def make_classify_fn(
         results = run_on_towers(functools.partial(on_tower, tta, weights, non_trainable), towers, shards)
         return [tf.concat(outputs, 0) for outputs in zip(*results, strict=True)]
 
-    def classify_share(share: np.ndarray, weights: Values, non_trainable: Values, tta: int) -> list[np.ndarray]:
-        parts = []
-        for start, batch in _even_batches(share, len(towers), max_pixels):
-            if on_progress:
-                on_progress(start / len(share))
-            parts.append(on_towers(batch, weights, non_trainable, tta))
-        return [np.concatenate(part)[: len(share)] for part in zip(*parts, strict=True)]
-
     def classify(images: np.ndarray, weights: Values, non_trainable: Values, tta: int = 0) -> list[np.ndarray]:
-        nonlocal max_pixels
         # `tf.function` confuses mirrored variables of one shape, so it gets their values
         weights, non_trainable = ([tf.convert_to_tensor(v) for v in values] for values in (weights, non_trainable))
         num_shares = workers.size if len(images) >= workers.size else 1  # if 1, every worker classifies all
         index = workers.index % num_shares
         share = images[len(images) * index // num_shares : len(images) * (index + 1) // num_shares]
-        while True:
-            try:
-                outputs = classify_share(share, weights, non_trainable, tta)
-                break
-            except tf.errors.OpError as error:
-                if not describe_out_of_memory(error):
-                    raise
-                max_pixels = min(max_pixels, math.prod(share.shape[:3]))
-                if max_pixels <= len(towers) * math.prod(share.shape[1:3]):  # one image each
-                    raise
-                max_pixels //= 2
-                log.info("an evaluation does not fit into the memory: continuing with batches half as large")
+        parts = []
+        for start, batch in _even_batches(share, len(towers)):
+            if on_progress:
+                on_progress(start / len(share))
+            parts.append(on_towers(batch, weights, non_trainable, tta))
+        outputs = [np.concatenate(part)[: len(share)] for part in zip(*parts, strict=True)]
         if workers.size > 1:
             outputs = [np.concatenate(part) for part in zip(*workers.gather(outputs)[:num_shares], strict=True)]
         return outputs
@@ -138,9 +116,9 @@ def make_classify_fn(
     return classify
 
 
-def _even_batches(images: np.ndarray, num_towers: int, max_pixels: int) -> Iterator[tuple[int, tf.Tensor]]:
+def _even_batches(images: np.ndarray, num_towers: int) -> Iterator[tuple[int, tf.Tensor]]:
     """Yield (start, batch) of batches of one size, which the towers divide evenly. The last is padded with zeros."""
-    size = len(next(chunks(images, max_pixels)))
+    size = len(next(chunks(images, MAX_BATCH_PIXELS)))
     size = -(-size // num_towers) * num_towers
     for start in range(0, len(images), size):
         batch = images[start : start + size]

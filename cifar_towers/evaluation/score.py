@@ -9,8 +9,6 @@ from cifar_towers.errors import count
 
 MAX_MISTAKES = 32
 NUM_BINS = 15  # equal bins of the confidence, the highest probability of an image (arXiv 1706.04599)
-MAX_NEWTON_STEPS = 100  # about 5 are taken
-NO_TEMPERATURE = "none of the predictions is wrong, or the logits tell nothing about the classes"
 
 
 class Score:
@@ -40,11 +38,10 @@ class Score:
         # The expected calibration error is the mean over the images of |accuracy - mean confidence| of their bins.
         self.ece = float(np.abs(sums[1] - sums[2]).sum()) / self.count
 
-    def record(self, held_out: "Score | None" = None) -> dict[str, Any]:
-        """Return accuracy, loss and calibration as in result.json. For `held_out` see `scale_temperature`."""
+    def record(self) -> dict[str, Any]:
+        """Return accuracy, loss and calibration as in result.json."""
         values = {"count": self.count, "accuracy": self.accuracy, "loss": self.loss, "ece": self.ece}
-        values["reliability"] = self.reliability.tolist()
-        return values | {"temperature_scaling": scale_temperature(self, held_out)}
+        return values | {"reliability": self.reliability.tolist()}
 
     def per_class(self) -> np.ndarray:
         """Return [C], the accuracy on each class; NaN for a class without examples."""
@@ -67,50 +64,6 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return exponentials / exponentials.sum(1, keepdims=True)
 
 
-def scale_temperature(score: Score, held_out: Score | None = None) -> dict[str, Any]:
-    """Return the temperature, and loss (NLL) and ECE of logits divided by it; None where there is no temperature.
-
-    The temperature is fitted on `held_out`, the score of other images with the same weights and views. Without it, the
-    images are halved at random, always in the same way, and each half has the temperature of the other half. Source:
-    C. Guo et al., arXiv 1706.04599.
-    """
-    labels, logits, part = score.labels, score.logits, np.zeros(score.count, int)
-    if held_out:
-        fitted_on, temperatures = "validation images", [fit_temperature(held_out.labels, held_out.logits)]
-    else:
-        fitted_on = "the other half of the images"
-        part = np.random.Generator(np.random.Philox(key=0)).permutation(score.count) % 2
-        temperatures = [fit_temperature(labels[part != half], logits[part != half]) for half in (0, 1)]
-    record = {"temperatures": temperatures, "fitted_on": fitted_on}
-    if not all(temperatures):
-        return record | {"loss": None, "ece": None}
-    scaled = Score(labels, logits / np.array(temperatures)[part, None])
-    return record | {"loss": scaled.loss, "ece": scaled.ece}
-
-
-def fit_temperature(labels: np.ndarray, logits: np.ndarray) -> float | None:
-    """Return the temperature T that minimizes the loss of the logits [n, C] / T, which is convex in 1 / T.
-
-    Return None if there is no minimum: all predictions are correct (the lower T, the better), the logits tell nothing
-    about the labels (the higher, the better), or a logit is not finite.
-    """
-    margins = logits.astype(np.float64) - logits[np.arange(len(labels)), labels][:, None]
-    slopes = margins.mean(1).sum(), margins.max(1).sum()  # where 1 / T is zero and infinity
-    if not (np.isfinite(slopes).all() and slopes[0] < 0 < slopes[1]):
-        return None
-    low, high, inverse = 0.0, np.inf, 1.0
-    for _ in range(MAX_NEWTON_STEPS):
-        probabilities = softmax(inverse * margins)
-        means = (probabilities * margins).sum(1)
-        slope, curvature = means.sum(), ((probabilities * margins**2).sum(1) - means**2).sum()
-        low, high = (low, inverse) if slope > 0 else (inverse, high)
-        newton = inverse - slope / max(curvature, 1e-100)
-        if abs(newton - inverse) <= 1e-10 * inverse:
-            break
-        inverse = newton if low < newton < high else min((low + high) / 2, 2 * inverse)
-    return float(1 / inverse)
-
-
 def wilson_interval(share: float, count: int) -> tuple[float, float]:
     """Return the 95 % confidence interval, inside [0, 1], of a share of `count` examples (E. B. Wilson, JASA 1927)."""
     z = 1.959964
@@ -129,13 +82,8 @@ def reported_score(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | 
 
 
 def score_name(record: Mapping[str, Any]) -> str:
-    """Return the split, weights and level of test-time augmentation of a score, as `test, raw weights, TTA 2`."""
-    return f"{record['split']}, {record['weights']} weights, " + (f"TTA {record['tta']}" if record["tta"] else "no TTA")
-
-
-def score_tag(split: str, weights: str, tta: int, **_) -> str:
-    """Return the end of the tags of a score in TensorBoard, as `test/ema_tta2`."""
-    return f"{split}/{weights}" + (f"_tta{tta}" if tta else "")
+    """Return the name of a score in tables, files and tags: split, weights and level of TTA, e.g. `test/ema_tta2`."""
+    return f"{record['split']}/{record['weights']}" + (f"_tta{record['tta']}" if record["tta"] else "")
 
 
 def describe_score(record: Mapping[str, Any]) -> str:

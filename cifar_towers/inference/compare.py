@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cifar_towers import files
-from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_variables
+from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_checkpoint
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import names_with
 from cifar_towers.errors import UsageError
@@ -16,7 +16,7 @@ from cifar_towers.reporting.run_records import flatten, read_records
 
 # Settings that differ between any two runs and do not change what is trained.
 INCIDENTAL = {"command", "recipe", "seeds", *names_with(TrainConfig, per_run=True, per_worker=True)}
-MAX_LISTED = 8  # entries of a list shown in full
+MAX_LISTED = 8  # entries of a list that is shown in full
 COMPARED = {  # values of records, by kind
     "train": ("loss", "accuracy", "gradient_norm", "learning_rate"),
     "eval": ("loss", "accuracy"),
@@ -36,11 +36,14 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, str]:
     """
     for run in (one, other):
         if not (run / files.CONFIG).exists():
-            raise UsageError(f"{run} has no {files.CONFIG}; give two runs' directories, as runs/speed94-seed0")
+            raise UsageError(f"{run} has no {files.CONFIG}; give two runs' directories, e.g. runs/speed94-seed0")
     lines = []
     for kind, name in (("settings", files.CONFIG), ("environments", files.ENVIRONMENT)):
-        if differences := _differences(files.read_json_if_any(one / name), files.read_json_if_any(other / name)):
-            lines.append(f"{kind} differ: {differences}")
+        ours, theirs = (flatten(files.read_json_if_any(run / name), INCIDENTAL) for run in (one, other))
+        differing = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
+        if differing:
+            changes = [f"{key} {_as_text(ours.get(key))} -> {_as_text(theirs.get(key))}" for key in differing]
+            lines.append(f"{kind} differ: {', '.join(changes)}")
     lines = lines or ["settings and environments: same"]
     compared = [_compare_records(kind, one, other) for kind in COMPARED]
     compared += [_compare_checkpoints(one, other), _compare_last_weights(one, other)]
@@ -50,6 +53,10 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, str]:
         lines.append("the runs have no step in common, so nothing can be compared")
     lines += [line for _, line in findings]
     return bool(results) and all(results), "\n".join(lines)
+
+
+def _as_text(value: Any) -> str:
+    return f"a list of {len(value)}" if isinstance(value, list) and len(value) > MAX_LISTED else str(value)
 
 
 def _compare_records(kind: str, one: Path, other: Path) -> Finding | None:
@@ -80,10 +87,10 @@ def _compare_checkpoints(one: Path, other: Path) -> Finding | None:
     paths = [{path.name: path for path in list_checkpoints(run)} for run in (one, other)]
     common = sorted(paths[0].keys() & paths[1].keys())
     for name in common:
-        values = [read_variables(of_run[name]) for of_run in paths]
-        if unmatched := sorted(values[0].keys() ^ values[1].keys()):
+        ours, theirs = (read_checkpoint(of_run[name])[0] for of_run in paths)
+        if unmatched := sorted(ours.keys() ^ theirs.keys()):
             return False, f"weights: from {name}: other variables, among them {', '.join(unmatched[:3])}"
-        distances = {key: _relative_difference(values[0][key], values[1][key]) for key in values[0]}
+        distances = {key: _relative_difference(ours[key], theirs[key]) for key in ours}
         differing = sorted((key for key in distances if distances[key] > 0), key=lambda key: -distances[key])
         if differing:
             largest = ", ".join(f"{key} ({distances[key]:.1e})" for key in differing[:3])
@@ -116,17 +123,3 @@ def _compare_last_weights(one: Path, other: Path) -> Finding | None:
     ours, theirs = (result["weights_sha256"] for result in results)
     summary = f"same, sha256 {ours[:16]}" if ours == theirs else f"sha256 {ours[:16]} and {theirs[:16]}"
     return ours == theirs, f"weights after step {steps[0]}: {summary}"
-
-
-def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return `name a -> b` of every value that differs, with the path of nested ones."""
-    ours, theirs = flatten(one, INCIDENTAL), flatten(other, INCIDENTAL)
-    pairs = {name: (ours.get(name), theirs.get(name)) for name in sorted(ours.keys() | theirs.keys())}
-    return ", ".join(f"{name} {_describe_difference(*pair)}" for name, pair in pairs.items() if pair[0] != pair[1])
-
-
-def _describe_difference(one: Any, other: Any) -> str:
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other) > MAX_LISTED:
-        return f"({sum(a != b for a, b in zip(one, other, strict=True))} of {len(one)} entries)"
-    texts = [f"a list of {len(v)}" if isinstance(v, list) and len(v) > MAX_LISTED else str(v) for v in (one, other)]
-    return " -> ".join(texts)

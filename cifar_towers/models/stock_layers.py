@@ -1,4 +1,7 @@
-"""Copies of the project's models in stock Keras layers, to load without this package."""
+"""Copies of the project's models in stock Keras layers and operations, which load without this package.
+
+The converters to LiteRT and ONNX know them too, but neither XLA's compiled functions nor `Erfc` of TensorFlow's GELU.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +19,15 @@ def to_stock_layers(model: keras.Model) -> keras.Model:
     """Return a model of stock layers with the same weights and outputs in evaluation; `model` itself if it is one."""
     if not any(type(layer) in STOCK_EQUIVALENTS for layer in model.layers):
         return model
+    return replace_layers(model, STOCK_EQUIVALENTS)
+
+
+def replace_layers(model: keras.Model, equivalents: dict[type, Callable[..., LayerAndWeights]]) -> keras.Model:
+    """Copy a model with its weights, and replace the layers whose types are in `equivalents`."""
     weights: dict[str, list[np.ndarray]] = {}
 
     def clone(layer: keras.layers.Layer) -> keras.layers.Layer:
-        copy, weights[layer.name] = STOCK_EQUIVALENTS.get(type(layer), clone_layer)(layer)
+        copy, weights[layer.name] = equivalents.get(type(layer), clone_layer)(layer)
         return copy
 
     copy = keras.models.clone_model(model, clone_function=clone)
@@ -67,6 +75,13 @@ def _local_response_norm(layer: LocalResponseNorm) -> LayerAndWeights:
     return copy, [kernel[None, None].astype("f4")]
 
 
+def _activation(layer: Activation) -> LayerAndWeights:
+    if layer.function != "gelu":
+        return keras.layers.Activation(layer.function, **_common(layer)), []
+    x = keras.Input(layer.input.shape[1:])
+    return keras.Model(x, 0.5 * x * (1 + keras.ops.erf(x * 0.5**0.5)), name=layer.name), []
+
+
 def _settings(layer: keras.layers.Layer) -> dict[str, Any]:
     """Return a layer's configuration with zero initializers: they may be the project's, and weights are set later."""
     settings = layer.get_config()
@@ -81,7 +96,7 @@ STOCK_EQUIVALENTS: dict[type, Callable[..., LayerAndWeights]] = {
     Conv2D: _convolution,
     Whitening: _convolution,
     BatchNorm: _batch_norm,
-    Activation: lambda layer: (keras.layers.Activation(layer.function, **_common(layer)), []),
+    Activation: _activation,
     PadChannels: _pad_channels,
     LocalResponseNorm: _local_response_norm,
 }

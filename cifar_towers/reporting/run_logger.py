@@ -27,7 +27,7 @@ from cifar_towers.config.schedules import RunLength
 from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.data.dataset import Dataset, DatasetInfo, Split
 from cifar_towers.errors import RunError, UsageError, command, count
-from cifar_towers.evaluation.score import Evaluation, describe_score, reported_score, score_tag
+from cifar_towers.evaluation.score import Evaluation, describe_score, reported_score, score_name
 from cifar_towers.hardware import available_cores, cpuinfo, gpu_names
 from cifar_towers.registry import split_path
 from cifar_towers.reporting import figures, tags
@@ -214,11 +214,11 @@ class RunLogger:
         The evaluation that the run reports is also drawn, before the `final` one only as often as `DRAWING_SHARE` of
         the time allows.
         """
-        records = [evaluation_record(evaluation, evaluations) for evaluation in evaluations]
+        records = [evaluation_record(evaluation) for evaluation in evaluations]
         for record in records:
             self.metrics.write(kind="eval", step=step, epoch=step / self.run.length.steps_per_epoch, **record)
             self.callbacks.evaluation(step, record)
-            tag = score_tag(**record)
+            tag = score_name(record)
             scalars = {f"{key}/{tag}": record[key] for key in tags.EVALUATED}
             self.tensorboard.write(EVAL, step, scalars)
         self._write_unwritten()
@@ -277,7 +277,7 @@ class RunLogger:
         self._write_unwritten()
         with files.BestEffortWrites(self.directory / files.RESULT):
             files.write_json(self.directory / files.RESULT, result)
-        final = {f"{tags.ACCURACY}/{score_tag(**score)}": score["accuracy"] for score in result["evaluations"]}
+        final = {f"{tags.ACCURACY}/{score_name(score)}": score["accuracy"] for score in result["evaluations"]}
         final |= {"training_seconds": training_seconds(self.timer.seconds)}
         final |= {"images_per_sec": result["images_per_sec"]} if result["images_per_sec"] else {}
         self.tensorboard.write_result(result["step"], final)
@@ -332,7 +332,7 @@ class RunLogger:
                 mistakes, score.probabilities[mistakes], split.labels[mistakes], strict=True
             )
         ]
-        title = f"{score_tag(*evaluation[:3])}, step {step}"
+        title = f"{score_name(evaluation._asdict())}, step {step}"
         grid = figures.image_grid(split.images[mistakes], captions, f"most confident mistakes, {title}")
         pictures = [(files.MISTAKES, tags.MISTAKES, grid)]
         if len(names) <= figures.MAX_CLASSES:
@@ -480,14 +480,10 @@ class Callbacks:
 # Values of records, and what environment.json says of the run and its machine -----------------------------------------
 
 
-def evaluation_record(evaluation: Evaluation, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
-    """Return the record of an evaluation in metrics.jsonl and result.json. Large confusion matrices are left out.
-
-    The temperature of a test score is fitted on the validation score that has the same weights and views.
-    """
-    score, validation = evaluation.score, evaluation._replace(split="validation")[:3]
-    held_out = [each.score for each in evaluations if each[:3] == validation and evaluation.split == "test"]
-    record = {"split": evaluation.split, "weights": evaluation.weights, "tta": evaluation.tta} | score.record(*held_out)
+def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
+    """Return the record of an evaluation in metrics.jsonl and result.json. Large confusion matrices are left out."""
+    score = evaluation.score
+    record = {"split": evaluation.split, "weights": evaluation.weights, "tta": evaluation.tta} | score.record()
     if len(score.confusion) <= figures.MAX_CLASSES:
         record["confusion"] = score.confusion.tolist()
     return record

@@ -117,7 +117,7 @@ class RunRecord:
 
     @property
     def scores(self) -> dict[str, dict[str, Any]]:
-        """The records of the newest evaluation by name, as `test, raw weights, TTA 2`."""
+        """The records of the newest evaluation by name, e.g. `test/raw_tta2`."""
         newest = [record for record in self.evaluations if record["step"] == self.scored_step]
         return {score_name(score): score for score in (*self.result.get("evaluations", []), *newest)}
 

@@ -1,3 +1,5 @@
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -37,6 +39,35 @@ def test_score_by_hand():
 def test_label_of_probability_zero_has_finite_loss():
     found = Score(np.array([1, 0]), np.array([[2000, 0], [3000, 0]], "f4"))
     assert found.loss == 1000 and found.probabilities.tolist() == [[1, 0], [1, 0]]
+
+
+def logits_of(*rows):
+    return np.log(rows)
+
+
+@pytest.mark.parametrize(
+    ("labels", "logits", "filled", "ece"),
+    [
+        # one bin: half of two images right at a confidence of 0.9
+        ([0, 1], logits_of([0.9, 0.1], [0.9, 0.1]), {13: 2}, 0.4),
+        # three bins of 1, 2 and 1 images: |1 - 0.7| / 4 + |1 - 1.5| / 4 + |0 - 0.95| / 4
+        ([0, 1, 0, 1], logits_of([0.7, 0.3], [0.25, 0.75], [0.25, 0.75], [0.95, 0.05]), {10: 1, 11: 2, 14: 1}, 0.4375),
+        # a confidence of exactly 3 / 15, 5 / 15 or 1 / 15 belongs to the bin below the edge
+        ([0, 1, 2, 3, 4], np.zeros((5, 5)), {2: 5}, 0.0),
+        ([0, 0], np.zeros((2, 3)), {4: 2}, 2 / 3),
+        ([1], np.zeros((1, 15)), {0: 1}, 1 / 15),
+        # exactly 1
+        ([0, 0, 0, 1], np.array([[2000.0, 0.0]] * 4), {14: 4}, 0.25),
+        # all of one class, and predicted as another
+        ([1, 1, 1], logits_of(*[[0.8, 0.1, 0.1]] * 3), {11: 3}, 0.8),
+    ],
+    ids=["one bin", "three bins", "3/15", "5/15", "1/15", "certain", "one class"],
+)
+def test_expected_calibration_error_by_hand(labels, logits, filled, ece):
+    found = Score(np.array(labels), logits)
+    assert {bin: int(count) for bin, count in enumerate(found.reliability[0]) if count} == filled
+    assert found.ece == pytest.approx(ece, abs=1e-12)
+    assert found.reliability.shape == (3, 15) and found.reliability[1].sum() == found.correct
 
 
 def test_wilson_interval():
@@ -126,40 +157,6 @@ def test_larger_images_come_in_smaller_batches(towers, monkeypatch, image_size, 
     assert {*seen} - {None} == {at_once} and found.count == 10 and found.confusion.sum() == 10
 
 
-@pytest.mark.parametrize(
-    ("count", "error"),
-    [
-        (1, tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor with shape[4,32,32,3]")),
-        (2, tf.errors.AbortedError(None, None, "OOM: Operation received an exception:Status: 1, message: could not")),
-    ],
-)
-def test_batches_that_do_not_fit_into_the_memory_are_halved_once_and_for_all(towers, caplog, count, error):
-    fits, seen = 3, []
-
-    def limited(x):
-        seen.append(x.shape[0])
-        if (x.shape[0] or 0) > fits:
-            raise error
-        return x
-
-    images = keras.Input((32, 32, 3))
-    dense = keras.layers.Dense(2, use_bias=False)(keras.layers.Lambda(limited)(images))
-    model = keras.Model(images, keras.layers.GlobalMaxPooling2D()(dense))
-    split = Split(np.random.default_rng(0).integers(0, 256, (40, 32, 32, 3), np.uint8), np.arange(40) % 2)
-    classify, weights = make_classify_fn(model, towers(count), Augmentation()), [tf.random.normal([3, 2])]
-    caplog.set_level("INFO", "cifar_towers")
-    found = classify(split.images, weights, [])
-    np.testing.assert_array_equal(classify(split.images, weights, [])[0], found[0])
-    assert caplog.text.count("does not fit into the memory: continuing with batches half") == {1: 4, 2: 3}[count]
-    assert {*seen[-count:]} <= {1, 2, 3}
-    fits = 100
-    whole = make_classify_fn(model, towers(count), Augmentation())(split.images, weights, [])
-    np.testing.assert_allclose(found[0], whole[0], rtol=1e-5)
-    fits = 0
-    with pytest.raises(type(error), match="OOM"):
-        make_classify_fn(model, towers(count), Augmentation())(split.images, weights, [])
-
-
 def test_one_pass_gives_both_levels(towers, reader):
     images = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), np.uint8)
     kernel = np.random.default_rng(1).normal(size=(1, 10)).astype("f4")
@@ -189,3 +186,31 @@ def test_two_sets_of_mirrored_weights_are_two(towers):
     classify = make_classify_fn(model, two, Augmentation())
     one, other = (classify(split.images, values, [])[0] for values in (weights, average))
     np.testing.assert_allclose(other, 2 * one, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_calibration_is_the_same_on_several_towers(towers, mirrored):
+    rng = np.random.default_rng(0)
+    images, guesses = rng.integers(0, 256, (101, 8, 8, 3), np.uint8), rng.integers(0, 10, 101)
+    weights = [0.02 * rng.normal(size=(192, 10)), np.zeros(10)]
+
+    def records(count):
+        devices = towers(count)
+        with make_strategy(devices).scope() if mirrored and count > 1 else contextlib.nullcontext():
+            inputs = keras.Input((8, 8, 3))
+            model = keras.Model(inputs, keras.layers.Dense(10)(keras.layers.Flatten()(inputs)))
+        model.set_weights(weights)
+        classify, values = (
+            make_classify_fn(model, devices, Augmentation()),
+            [v.value for v in model.trainable_variables],
+        )
+        predicted = classify(images, values, [])[0].argmax(1)
+        split = Split(images, np.where(np.arange(101) % 3, predicted, guesses))
+        scores = score_split(classify, split, values, [], 2)
+        return [each.record() for each in scores.values()]
+
+    for one, several in zip(records(1), records(3), strict=True):
+        assert several["count"] == 101
+        assert several["ece"] == pytest.approx(one["ece"], abs=1e-6)
+        np.testing.assert_allclose(several["reliability"], one["reliability"], atol=1e-5)
+        assert several["loss"] == pytest.approx(one["loss"], abs=1e-5)
