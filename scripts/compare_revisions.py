@@ -25,7 +25,6 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cifar_towers import files
-from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.cli.program import import_tensorflow
 from cifar_towers.errors import RunError
 from cifar_towers.inference.compare import COMPARED, compare_runs, record_key
@@ -151,19 +150,18 @@ def find_or_train(name: str, worktree: Path, keep: Path, images: Path) -> Path:
 
 
 def list_contents(run: Path) -> set[str]:
-    """List the evaluations and steps that a run has recorded, and its checkpoints.
+    """List the evaluations and steps that a run has recorded.
 
     Raises:
-      RuntimeError: a record lacks a value that is compared, or there are no records or no checkpoints.
+      RuntimeError: a record lacks a value that is compared, or there are no records or no weights.
     """
     records = [record for record in read_records(run / files.METRICS) if record["kind"] in COMPARED]
     for record in records:
         if missing := set(COMPARED[record["kind"]]) - record.keys():
             raise RuntimeError(f"a {record['kind']} record of {run} has no {', '.join(sorted(missing))}")
-    checkpoints = {path.name for path in list_checkpoints(run)}
-    if not records or not checkpoints:
-        raise RuntimeError(f"{run} holds no {'checkpoints' if records else 'records'}")
-    return checkpoints | {f"{record['kind']} {' '.join(map(str, record_key(record)))}".strip() for record in records}
+    if not records or not files.read_json(run / files.RESULT).get("weights_sha256"):
+        raise RuntimeError(f"{run} holds no {'weights' if records else 'records'}")
+    return {f"{record['kind']} {' '.join(map(str, record_key(record)))}".strip() for record in records}
 
 
 def write_images(root: Path) -> None:
