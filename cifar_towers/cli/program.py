@@ -5,13 +5,11 @@ import functools
 import inspect
 import logging
 import os
-import platform
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 
-from cifar_towers import hardware
 from cifar_towers.cli.flags import Config, parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import Interrupted, RunError, UsageError, error_line, error_text, name_programs
@@ -57,14 +55,7 @@ def run(body: Body) -> int:
         shutdown.ignore_signals()
         print(name_programs(error_line(error)), file=sys.stderr)
         code = error.exit_code
-    except MemoryError as error:
-        reason = f"the memory of this machine is too small ({error_text(error) or 'no more to be had'})"
-        print(error_line(RunError(f"{reason}; end other programs, or raise the limit, and try again")), file=sys.stderr)
-        code = RunError.exit_code
     except BrokenPipeError:
-        code = RunError.exit_code
-    except PermissionError as error:
-        print(error_line(RunError(f"{error}; give another path, or change its permissions")), file=sys.stderr)
         code = RunError.exit_code
     except SystemExit as error:  # from --help
         code = error.code if isinstance(error.code, int) else RunError.exit_code
@@ -146,14 +137,8 @@ def import_tensorflow() -> None:
     By default it prints no errors later either, as it raises those that matter.
 
     Raises:
-      UsageError: KERAS_BACKEND is set to another backend, or Keras was imported with another.
-      RunError: the processor lacks the instructions that TensorFlow is compiled for.
+      UsageError: Keras has another backend.
     """
-    if (backend := os.environ.get("KERAS_BACKEND", "tensorflow")) != "tensorflow":
-        raise UsageError(f"KERAS_BACKEND={backend} is set; towers need KERAS_BACKEND=tensorflow")
-    features = hardware.processor_features()
-    if features and platform.machine() == "x86_64" and "avx" not in features:
-        raise RunError("this processor has no AVX, which TensorFlow's packages are compiled for; use another machine")
     verbose = os.environ.get("TF_CPP_MIN_LOG_LEVEL") in ("0", "1")
     with _announced("importing TensorFlow"), contextlib.nullcontext() if verbose else messages_only_of_a_failure():
         import keras
@@ -165,7 +150,7 @@ def import_tensorflow() -> None:
         keras.config.set_image_data_format("channels_last")  # whatever the user's keras.json says
         keras.config.set_floatx("float32")
     if (backend := keras.backend.backend()) != "tensorflow":
-        raise UsageError(f"Keras was imported with {backend}; set KERAS_BACKEND=tensorflow before, as towers need it")
+        raise UsageError(f"Keras has the backend {backend}; towers need KERAS_BACKEND=tensorflow")
 
 
 @contextlib.contextmanager
