@@ -1,23 +1,16 @@
-"""The hardware of this machine: processor features, GPUs, CUDA's libraries, and whether XLA runs.
+"""The hardware of this machine: processor features, GPUs, and whether XLA runs.
 
 TensorFlow is imported only where GPUs are asked for, so that a program can look at the processor first.
 """
 
 import contextlib
-import ctypes
 import functools
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-CUDA_LIBRARIES = (  # of CUDA 12; TensorFlow's wheels open them
-    *("libcudart.so.12", "libcublas.so.12", "libcufft.so.11", "libcurand.so.10", "libcusolver.so.11"),
-    *("libcusparse.so.12", "libcudnn.so.9", "libnccl.so.2", "libcupti.so.12"),
-)
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time and of the period they are for; Linux
-NVIDIA_DRIVERS = Path("/proc/driver/nvidia/version"), Path("/usr/lib/wsl/lib/libcuda.so.1")  # the second: WSL
 
 
 def processor_features() -> frozenset[str]:
@@ -66,34 +59,3 @@ def xla_runs() -> bool:
     On compute capability 10 and above, XLA of TensorFlow 2.21 ends the process (tensorflow/tensorflow#111958).
     """
     return all(capability < (10, 0) for capability in gpu_compute_capabilities())
-
-
-def gpus_without_kernels() -> list[tuple[str, tuple[int, int]]]:
-    """Return name and compute capability of each visible GPU that TensorFlow has no compiled kernels for."""
-    import tensorflow as tf
-
-    # sm_89: machine code alone; compute_90: machine code and PTX
-    compiled = [name.split("_")[-1] for name in tf.sysconfig.get_build_info().get("cuda_compute_capabilities", ())]
-    versions = [(int(name[:-1]), int(name[-1])) for name in compiled if name.isdecimal()]
-    return [
-        (name, (major, minor))
-        for name, (major, minor) in zip(gpu_names(), gpu_compute_capabilities(), strict=True)
-        if versions and not any(of == major and since <= minor for of, since in versions)
-    ]
-
-
-def has_nvidia_driver() -> bool:
-    return any(path.exists() for path in NVIDIA_DRIVERS)
-
-
-def missing_cuda_libraries() -> list[str]:
-    """Return the CUDA libraries that neither the system nor pip's nvidia packages have."""
-    return [name for name in CUDA_LIBRARIES if not _is_installed(name)]
-
-
-def _is_installed(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return any(next(Path(entry, "nvidia").glob(f"*/lib/{library}"), None) for entry in sys.path)
-    return True

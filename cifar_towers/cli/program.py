@@ -5,13 +5,11 @@ import functools
 import inspect
 import logging
 import os
-import platform
 import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
 
-from cifar_towers import hardware
 from cifar_towers.cli.flags import Config, parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import Interrupted, RunError, UsageError, error_line, error_text, name_programs
@@ -110,14 +108,8 @@ def import_tensorflow() -> None:
     """Import TensorFlow, with the environment that `cifar_towers` sets, and the settings of Keras that towers need.
 
     Raises:
-      UsageError: KERAS_BACKEND is set to another backend, or Keras was imported with another.
-      RunError: the processor lacks the instructions that TensorFlow is compiled for.
+      UsageError: Keras has another backend.
     """
-    if (backend := os.environ.get("KERAS_BACKEND", "tensorflow")) != "tensorflow":
-        raise UsageError(f"KERAS_BACKEND={backend} is set; towers need KERAS_BACKEND=tensorflow")
-    features = hardware.processor_features()
-    if features and platform.machine() == "x86_64" and "avx" not in features:
-        raise RunError("this processor has no AVX, which TensorFlow's packages are compiled for; use another machine")
     with _announced("importing TensorFlow"):
         import keras
         import tensorflow as tf
@@ -128,7 +120,7 @@ def import_tensorflow() -> None:
         keras.config.set_image_data_format("channels_last")  # whatever the user's keras.json says
         keras.config.set_floatx("float32")
     if (backend := keras.backend.backend()) != "tensorflow":
-        raise UsageError(f"Keras was imported with {backend}; set KERAS_BACKEND=tensorflow before, as towers need it")
+        raise UsageError(f"Keras has the backend {backend}; towers need KERAS_BACKEND=tensorflow")
 
 
 @contextlib.contextmanager

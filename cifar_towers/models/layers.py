@@ -24,19 +24,13 @@ class Conv2D(keras.layers.Conv2D):
 
     Args:
       even_output: leave out the last row or column of an output of odd size, which a 2x2 pooling would discard. It is
-        computed nevertheless if the size is not known when the step is traced.
-
-    Raises:
-      ValueError: `even_output`, and it is not a SAME convolution of odd kernel size with stride 1.
+        computed nevertheless if the size is not known when the step is traced. It is for SAME convolutions with odd
+        kernels and stride 1.
     """
 
     def __init__(self, *args: Any, even_output: bool = False, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.even_output = even_output
-        odd = all(size % 2 for size in self.kernel_size)
-        plain = self.padding == "same" and {*self.strides, *self.dilation_rate, self.groups} == {1}
-        if even_output and not (odd and plain):
-            raise ValueError("even_output is for SAME convolutions of odd kernel_size with strides of 1")
 
     def convolution_op(self, inputs: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
         plain = self.groups == 1 and set(self.dilation_rate) == {1} and len(set(self.strides)) == 1

@@ -11,12 +11,10 @@ from cifar_towers.models.layers import BatchNorm, Conv2D, PadChannels, logits_dt
 def resnet(image_size: int = 32, dtype: str = "float32", num_classes: int = 10, *, depth: int = 20) -> keras.Model:
     """Make the net: [B, image_size, image_size, 3] normalized images -> [B, num_classes] logits, float32 or wider.
 
-    Raises:
-      ValueError: a depth that is not 6n + 2.
+    Args:
+      depth: 6n + 2, for n blocks in each stage.
     """
-    blocks, rest = divmod(depth - 2, 6)
-    if rest or blocks < 1:
-        raise ValueError(f"resnet depth={depth} is not 6n + 2; 20, 32, 44, 56 and 110 are")
+    blocks = (depth - 2) // 6
     options = {"dtype": dtype}
     images = keras.Input((image_size, image_size, 3))
     x = _conv_norm(images, 16, 1, "stem", options)

@@ -156,19 +156,9 @@ def _gpu_memory_mb(index: int) -> int:
 
 
 def _log_devices(num_towers: int, num_gpus: int) -> None:
-    """Log why towers share a device, and why GPUs are slow to start or missing."""
-    if num_gpus:
-        if num_towers > num_gpus:
-            log.info(f"{num_gpus} GPUs for {num_towers} towers: they share them as logical devices")
-        for name, (major, minor) in hardware.gpus_without_kernels():
-            log.warning(
-                f"{name} has compute capability {major}.{minor}, for which TensorFlow has no compiled kernels: the "
-                "driver compiles them at the first start, for minutes up to half an hour; later starts find them"
-            )
-        return
-    log.info(f"no GPU here: {num_towers} tower{'s' * (num_towers > 1)} on logical CPU devices")
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1") and hardware.has_nvidia_driver():
-        why = "set TF_CPP_MIN_LOG_LEVEL=0 to see why, as CUDA's libraries are there"
-        if missing := hardware.missing_cuda_libraries():
-            why = f"it does not find {', '.join(missing)}; type pip install 'tensorflow[and-cuda]'"
-        log.warning(f"an NVIDIA driver is installed, but TensorFlow has no GPU: {why}")
+    """Log why towers share a device."""
+    if num_gpus and num_towers > num_gpus:
+        log.info(f"{num_gpus} GPUs for {num_towers} towers: they share them as logical devices")
+    if not num_gpus:
+        towers = f"{num_towers} tower{'s' * (num_towers > 1)} on logical CPU devices"
+        log.info(f"no GPU here: {towers}; TF_CPP_MIN_LOG_LEVEL=0 shows what TensorFlow looked for")

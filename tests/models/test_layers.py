@@ -85,12 +85,6 @@ def test_conv2d_equals_keras_for_all_options(options):
     np.testing.assert_allclose(ours(images), theirs(images), atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"padding": "valid"}, {"kernel_size": 2}, {"strides": 2}, {"dilation_rate": 2}])
-def test_even_output_is_refused_where_it_is_not_computed(options):
-    with pytest.raises(ValueError, match="even_output"):
-        Conv2D(6, **({"kernel_size": 3, "padding": "same", "even_output": True} | options))
-
-
 @pytest.mark.parametrize(("high", "wide"), [(7, 7), (6, 7), (5, 8), (8, 8)])
 def test_conv2d_computes_no_row_that_pooling_discards(high, wide):
     """Pooled values and all gradients are those of the whole convolution, also where the size is not known."""

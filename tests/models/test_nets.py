@@ -3,7 +3,6 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers.models import MODELS
-from cifar_towers.models.resnet import resnet
 from cifar_towers.models.speednet import IdentityFirst, whitening_kernel
 from cifar_towers.registry import MODELS as NAMES
 
@@ -54,11 +53,6 @@ def test_speednet96_residual_skips_the_last_two_convolutions():
     for group in (1, 2, 3):
         norm, shortcut = (tensor._keras_history[0].name for tensor in model.get_layer(f"group{group}_add").input)
         assert (norm, shortcut) == (f"group{group}_norm3", f"group{group}_gelu1")
-
-
-def test_invalid_resnet_depth():
-    with pytest.raises(ValueError, match="depth=21 is not 6n"):
-        resnet(depth=21)
 
 
 def test_identity_first_passes_channels_through():
