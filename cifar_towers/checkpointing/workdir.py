@@ -24,7 +24,7 @@ from cifar_towers.user_code import check_function, split_function
 CHOSEN = ("variable_placement", "tower_shares", "micro_batches")  # settings that `training.tuning` may choose
 IN_USE = "another process trains in {}; end it, or give another --train_dir"
 CHECKPOINTS = tuple(f"{CHECKPOINTS_DIR}/{prefix}*" for prefix in ("step-", files.DAMAGED, files.TEMPORARY))
-EVENTS = ("train", "eval", "result", "tower_*")  # directories that TensorBoard reads
+EVENTS = ("train", "eval", "tower_*")  # directories that TensorBoard reads
 # Others may use these names of directories too: only a run's files in them are removed, and empty directories.
 SHARED = (CHECKPOINTS_DIR, "train/plugins", *EVENTS)
 WRITTEN = (

@@ -7,7 +7,6 @@ from signal import SIGTERM
 from unittest.mock import Mock
 
 import pytest
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from cifar_towers import files
 from cifar_towers.checkpointing import workdir
@@ -15,7 +14,6 @@ from cifar_towers.checkpointing.checkpoint import checkpoint_path, list_checkpoi
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.errors import DataError, Interrupted, RunError, UsageError
 from cifar_towers.inference import evaluate
-from cifar_towers.reporting.tensorboard_writer import read_events
 from cifar_towers.shutdown import ShutdownHandler
 from tests.messages import lines_with
 from tests.runs.short_runs import STEPS, TINY, StopAtStep, records_of, run
@@ -65,24 +63,6 @@ def test_a_finished_run_without_its_checkpoints_is_refused_or_overwritten(saved_
             start(again)
     assert before == {name: (saved_run / name).read_bytes() for name in before}
     assert run(again, overwrite=True, max_steps=1)["step"] == 1
-
-
-def test_settings_of_an_aborted_start_are_forgotten(tmp_path):
-    """Stop at step 0, then train with another rate, also where a run of before has left its rollbacks."""
-
-    class StoppedOnceFilesAreOpen(ShutdownHandler):
-        def check(self):
-            self.signal = SIGTERM if (tmp_path / "result").exists() else 0
-            super().check()
-
-    (tmp_path / "rollbacks.json").write_text('{"rollbacks": 3, "step": 0}')
-    with pytest.raises(Interrupted):
-        run(TINY, tmp_path, StoppedOnceFilesAreOpen(), learning_rate=0.5, max_steps=1)
-    run(TINY, tmp_path, learning_rate=0.25, max_steps=1)
-    values = [value for path in (tmp_path / "result").iterdir() for e in read_events(path) for value in e.summary.value]
-    starts = [HParamsPluginData.FromString(value.metadata.plugin_data.content).session_start_info for value in values]
-    rates = [start.hparams["learning_rate"].number_value for start in starts if "learning_rate" in start.hparams]
-    assert rates == [0.25] and not (tmp_path / "rollbacks.json").exists()
 
 
 def test_run_of_an_earlier_version_is_refused_or_overwritten(saved_run):
@@ -171,7 +151,7 @@ def test_best_checkpoint_is_kept_beside_the_newest(tmp_path):
 
 
 def test_overwrite_applies_once_per_launch_and_keeps_foreign_files(tmp_path, capsys):
-    mine = [tmp_path / name for name in ("notes.txt", "train/cat/1.png", "result/table.csv", "checkpoints/best.h5")]
+    mine = [tmp_path / name for name in ("notes.txt", "train/cat/1.png", "eval/table.csv", "checkpoints/best.h5")]
     for path in mine:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
@@ -184,7 +164,6 @@ def test_overwrite_applies_once_per_launch_and_keeps_foreign_files(tmp_path, cap
     (tmp_path / "train" / ".tmp-kept").write_text("left by a kill")
     workdir.clear(tmp_path)
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted([*mine, tmp_path / ".lock"])
-    assert not (tmp_path / "eval").exists()
     others = tmp_path / "train" / "events.out.tfevents.1"
     others.write_text("of a program that keeps checkpoints/ and train/ too")
     workdir.clear(tmp_path)
