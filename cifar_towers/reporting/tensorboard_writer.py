@@ -37,7 +37,7 @@ class TensorBoardWriter:
                 for path in self._train_dir.glob(f"{name}/{files.EVENT_FILES}"):
                     path.unlink()
             with self._writer(EVAL).as_default(0):
-                hparams_summary.hparams(dict(hparams))
+                hparams_summary.hparams(dict(hparams), trial_id="")
 
     def write(
         self,
