@@ -30,11 +30,11 @@ from cifar_towers.errors import RunError, UsageError, command, count
 from cifar_towers.evaluation.score import Evaluation, describe_score, reported_score, score_name
 from cifar_towers.hardware import available_cores, cpuinfo, gpu_names
 from cifar_towers.registry import split_path
-from cifar_towers.reporting import figures, tags
+from cifar_towers.reporting import figures
 from cifar_towers.reporting.console import Progress, ProgressStatus, format_seconds
 from cifar_towers.reporting.phase_timer import PhaseTimer, training_seconds
 from cifar_towers.reporting.run_records import JsonlWriter, format_rate
-from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWriter, image
+from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWriter
 from cifar_towers.towers import Tower, placement_report
 from cifar_towers.towers.pipeline import layer_costs
 from cifar_towers.towers.placement import short_device
@@ -47,7 +47,11 @@ METHODS = ("on_start", "on_step", "on_evaluation", "on_end")  # of callbacks; `o
 PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tensorboard", "numpy", "absl-py")
 SCALARS_PER_SUMMARY = 10  # scalars are written this many times as often as whole summaries
 DRAWING_SHARE = 0.02  # of the run's time that drawing evaluations may take
-NOISE_DECAY = 0.9  # of the running averages of signal and noise, whose ratio is the noise scale
+RECORDED = {  # key of a training record in metrics.jsonl -> tag of the same value in TensorBoard
+    "loss": "loss", "accuracy": "accuracy", "gradient_norm": "health/gradient_norm",
+    "skipped_steps": "health/skipped_steps", "images_per_sec": "speed/images_per_sec", "input_wait": "speed/input_wait",
+}  # fmt: skip
+EVALUATED = ("accuracy", "loss", "ece")  # keys of an evaluation's record, and beginnings of their tags
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +91,6 @@ class RunLogger:
         self.log = self.progress.log
         self.metrics = JsonlWriter(self.directory)
         self.tensorboard = TensorBoardWriter(self.directory)
-        self._noise_scale = NoiseScale(run.config.batch_size)
         self._epoch: list[StepMetrics] = []
         self._saved_step = 0
         self._last_drawing, self._drawing_seconds = -math.inf, 0.0
@@ -121,7 +124,7 @@ class RunLogger:
         hparams = recipe_fields(run.config) | {"seed": run.config.seed, "towers": len(run.towers)}
         hparams |= {"strategy": run.config.strategy, "precision": run.precision, "dataset": run.dataset.name}
         if step == 0:
-            self.tensorboard.write_settings(hparams)
+            self.tensorboard.start(hparams)
         self.callbacks.start()
 
     def log_graph(self, function: tf.types.experimental.ConcreteFunction) -> None:
@@ -146,7 +149,6 @@ class RunLogger:
         self.progress.step(self._status(step, metrics.loss, metrics.accuracy, rate))
         if not diagnostics and not _is_due(step, math.ceil(self.run.config.summary_every_steps / SCALARS_PER_SUMMARY)):
             return
-        agreement = self._tower_agreement(metrics, diagnostics) if diagnostics else {}
         record = {
             "step": step,
             "epoch": step / self.run.length.steps_per_epoch,
@@ -158,23 +160,28 @@ class RunLogger:
             "gradient_norm": metrics.gradient_norm,
             "image_size": finished.image_size,
             "skipped_steps": skipped_steps,
-            **agreement,
         }
+        if diagnostics:
+            record["towers"] = {
+                "loss": metrics.tower_losses.tolist(),
+                "gradient_norm": diagnostics.tower_gradient_norm.tolist(),
+                "cosine": diagnostics.tower_gradient_cosine.tolist(),
+            }
         self.metrics.write(kind="train", **record)
         self.callbacks.step(step, record)
-        scalars = {tag: record.get(key) for key, tag in tags.RECORDED.items()}
-        scalars[tags.STEP_SECONDS] = self.run.config.batch_size / images_per_sec if images_per_sec else None
-        scalars |= {f"{tags.LEARNING_RATE}/{group}": rate for group, rate in rates.items()}
-        scalars |= {f"{tags.LOSS_TERMS}/{term}{tags.RAW}": loss for term, loss in metrics.losses.items()}
-        scalars |= {f"{tags.LOSS_TERMS}/{term}": loss for term, loss in metrics.smoothed_losses.items()}
+        scalars = {tag: record[key] for key, tag in RECORDED.items()}
+        scalars["speed/step_seconds"] = self.run.config.batch_size / images_per_sec if images_per_sec else None
+        scalars |= {f"learning_rate/{group}": rate for group, rate in rates.items()}
+        scalars |= {f"losses/{term} (raw)": loss for term, loss in metrics.losses.items()}
+        scalars |= {f"losses/{term}": loss for term, loss in metrics.smoothed_losses.items()}
         if metrics.hard_examples:
             proxy = metrics.hard_examples.proxy
-            scalars |= {f"{tags.PROXY}/{tags.LOSS}": proxy.loss, f"{tags.PROXY}/{tags.ACCURACY}": proxy.accuracy}
+            scalars |= {"proxy/loss": proxy.loss, "proxy/accuracy": proxy.accuracy}
         if diagnostics:
-            scalars |= resource_usage(self.run.local_towers)
+            scalars |= memory_usage(self.run.local_towers)
         self.tensorboard.write(TRAIN, step, {tag: value for tag, value in scalars.items() if value is not None})
         if diagnostics:
-            self._write_diagnostics(step, diagnostics, agreement["towers"], bool(metrics.updated))
+            self._write_diagnostics(step, diagnostics, record["towers"], bool(metrics.updated))
 
     def log_save(self, step: int) -> None:
         """Show on the live line and at the end of the epoch that the state after `step` is saved."""
@@ -199,12 +206,6 @@ class RunLogger:
         """Remove what was written of later steps."""
         self._epoch = []
         self.metrics.keep(lambda record: record["step"] <= step)
-        self.tensorboard.truncate_after(step, step if self._has_evaluations(step) else step - 1)
-        self._noise_scale = NoiseScale(self.run.config.batch_size)
-        for record in self.metrics.records("train"):
-            if "gradient_noise_scale" in record:  # a norm that had overflowed is null there, and NaN here
-                *norms, mean_norm = np.array([*record["towers"]["gradient_norm"], record["gradient_norm"]], float)
-                self._noise_scale.update(norms, mean_norm)
 
     def log_evaluation(
         self, step: int, evaluations: Sequence[Evaluation], splits: Mapping[str, Split], final: bool
@@ -218,8 +219,8 @@ class RunLogger:
         for record in records:
             self.metrics.write(kind="eval", step=step, epoch=step / self.run.length.steps_per_epoch, **record)
             self.callbacks.evaluation(step, record)
-            tag = score_name(record)
-            scalars = {f"{key}/{tag}": record[key] for key in tags.EVALUATED}
+            tag = f"{record['split']}/{record['weights']}" + f"_tta{record['tta']}" * bool(record["tta"])
+            scalars = {f"{key}/{tag}": record[key] for key in EVALUATED}
             self.tensorboard.write(EVAL, step, scalars)
         self._write_unwritten()
         if self.quiet:
@@ -235,12 +236,7 @@ class RunLogger:
 
     def drop_evaluations(self, step: int) -> None:
         """Remove evaluations after `step`, before they are repeated."""
-        if self._has_evaluations(step):
-            self.metrics.keep(lambda record: (record["kind"], record["step"]) != ("eval", step))
-            self.tensorboard.truncate_after(step, step - 1)
-
-    def _has_evaluations(self, step: int) -> bool:
-        return any(record["step"] == step for record in self.metrics.records("eval"))
+        self.metrics.keep(lambda record: (record["kind"], record["step"]) != ("eval", step))
 
     def begin_final_evaluation(self, step: int, splits: Mapping[str, Split]) -> None:
         """Print what will be evaluated, as that may take minutes, and remove evaluations after `step`, if any."""
@@ -277,10 +273,9 @@ class RunLogger:
         self._write_unwritten()
         with files.BestEffortWrites(self.directory / files.RESULT):
             files.write_json(self.directory / files.RESULT, result)
-        final = {f"{tags.ACCURACY}/{score_name(score)}": score["accuracy"] for score in result["evaluations"]}
-        final |= {"training_seconds": training_seconds(self.timer.seconds)}
-        final |= {"images_per_sec": result["images_per_sec"]} if result["images_per_sec"] else {}
-        self.tensorboard.write_result(result["step"], final)
+        final = {"final/training_seconds": training_seconds(self.timer.seconds)}
+        final |= {"final/images_per_sec": result["images_per_sec"]} if result["images_per_sec"] else {}
+        self.tensorboard.write(EVAL, result["step"], final)
         self.log(f"written to {self.directory}; next:")
         for line in next_commands(self.run.config, self.run.banner):
             self.log(f"  {line}")
@@ -292,33 +287,19 @@ class RunLogger:
                 files.write_json(self.directory / name, content)
                 del self._unwritten[name]
 
-    def _tower_agreement(self, metrics: StepMetrics, diagnostics: StepDiagnostics) -> dict[str, Any]:
-        """Return what a summary step adds to its record: each tower's loss, gradient norm and cosine; the noise scale.
-
-        The noise scale needs random examples.
-        """
-        norms = diagnostics.tower_gradient_norm.tolist()
-        cosines = diagnostics.tower_gradient_cosine.tolist()
-        towers = {"loss": metrics.tower_losses.tolist(), "gradient_norm": norms, "cosine": cosines}
-        if len(norms) == 1 or not metrics.updated or metrics.hard_examples:
-            return {"towers": towers}
-        noise_scale = self._noise_scale.update(norms, float(metrics.gradient_norm))
-        return {"towers": towers, "gradient_noise_scale": noise_scale}
-
     def _write_diagnostics(
         self, step: int, diagnostics: StepDiagnostics, towers: Mapping[str, list[float]], updated: bool
     ) -> None:
         """Write a summary step's tower scalars, images and histograms; of a skipped step only the scalars."""
-        scalars = {tags.TOWER_LOSS: towers["loss"], tags.TOWER_GRADIENT_NORM: towers["gradient_norm"]}
-        self.tensorboard.write_tower_scalars(step, scalars | {tags.TOWER_COSINE: towers["cosine"]})
+        if len(self.run.towers) > 1:
+            self.tensorboard.write_tower_scalars(step, {f"towers/{key}": values for key, values in towers.items()})
         if not updated or self.quiet:
             return
         info = self.run.dataset.info
         labels = [info.class_names[label] for label in diagnostics.labels]
         levels = denormalize(diagnostics.images, info if self.run.config.standardize == "dataset" else None)
-        picture = image(tags.INPUT_IMAGES, figures.image_grid(levels, labels, columns=4))
-        self.tensorboard.write(TRAIN, step, {}, [picture])
-        self.tensorboard.write_diagnostics(step, diagnostics)
+        picture = figures.image_grid(levels, labels, columns=4)
+        self.tensorboard.write_diagnostics(step, picture, diagnostics)
 
     def _draw(self, step: int, evaluation: Evaluation, split: Split) -> None:
         """Draw the most confident mistakes and the confusion matrix, as files and in TensorBoard.
@@ -334,15 +315,14 @@ class RunLogger:
         ]
         title = f"{score_name(evaluation._asdict())}, step {step}"
         grid = figures.image_grid(split.images[mistakes], captions, f"most confident mistakes, {title}")
-        pictures = [(files.MISTAKES, tags.MISTAKES, grid)]
+        pictures = [(files.MISTAKES, "mistakes", grid)]
         if len(names) <= figures.MAX_CLASSES:
             matrix = figures.confusion_matrix(score.confusion, names, title)
-            pictures.append((files.CONFUSION, tags.CONFUSION, matrix))
+            pictures.append((files.CONFUSION, "confusion", matrix))
         for file, _, picture in pictures:
             with files.BestEffortWrites(self.directory / file):
                 files.write_whole(self.directory / file, figures.png(picture))
-        summaries = [image(f"{tag}/{evaluation.split}", picture) for _, tag, picture in pictures]
-        self.tensorboard.write(EVAL, step, {}, summaries)
+        self.tensorboard.write(EVAL, step, {}, {f"{tag}/{evaluation.split}": picture for _, tag, picture in pictures})
 
 
 def denormalize(images: np.ndarray, info: DatasetInfo | None) -> np.ndarray:
@@ -356,37 +336,6 @@ def denormalize(images: np.ndarray, info: DatasetInfo | None) -> np.ndarray:
         levels = images - images.min((1, 2, 3), keepdims=True)
         levels *= 255 / np.maximum(levels.max((1, 2, 3), keepdims=True), 1e-6)
     return np.clip(np.round(levels), 0, 255).astype(np.uint8)
-
-
-class NoiseScale:
-    """Running estimate of the gradient noise scale for batches of `batch_size`.
-
-    The noise scale is the batch size at which a step is half signal, half noise. Source: S. McCandlish et al., arXiv
-    1812.06162, appendix A.1.
-    """
-
-    def __init__(self, batch_size: int):
-        self._batch_size = batch_size
-        self._averages = np.zeros(2)  # of signal and noise
-
-    def update(self, tower_norms: Sequence[float], mean_norm: float) -> float | None:
-        """Add the norms of one step; return the estimate, or None while the signal is not positive."""
-        estimates = np.array(signal_and_noise(tower_norms, mean_norm, self._batch_size))
-        if np.isfinite(estimates).all():  # the norm of finite gradients may overflow
-            self._averages = NOISE_DECAY * self._averages + (1 - NOISE_DECAY) * estimates
-        signal, noise = self._averages
-        return noise / signal if signal > 0 else None
-
-
-def signal_and_noise(tower_norms: Sequence[float], mean_norm: float, batch_size: int) -> tuple[float, float]:
-    """Estimate the squared norm of the true gradient, and the trace of the covariance of one example's gradient.
-
-    The K > 1 towers' gradients are means over batch_size / K examples each; `mean_norm` is the norm of their mean.
-    """
-    small, of_small, of_large = batch_size / len(tower_norms), np.mean(np.square(tower_norms)), mean_norm**2
-    signal = (batch_size * of_large - small * of_small) / (batch_size - small)
-    trace = (of_small - of_large) / (1 / small - 1 / batch_size)
-    return float(signal), float(trace)
 
 
 def _is_due(step: int, period: int) -> bool:
@@ -541,31 +490,11 @@ def next_commands(config: TrainConfig, banner: str) -> list[str]:
     ]
 
 
-def resource_usage(towers: Sequence[Tower]) -> dict[str, float]:
-    """Return values by tag: host memory and each GPU's peak memory in MB, and its utilization in percent.
-
-    The tags are `memory/host_mb`, `memory/GPU:0_mb` and, for every GPU of the machine, `gpu_utilisation/0`. What is not
-    available is left out.
-    """
-    gpus = sorted({tower.device.removeprefix("/") for tower in towers if "GPU" in tower.device})
-    values = {f"{tags.MEMORY}/host_mb": psutil.Process().memory_info().rss / 1e6}
-    for gpu in gpus:
-        values[f"{tags.MEMORY}/{gpu}_mb"] = tf.config.experimental.get_memory_info(gpu)["peak"] / 1e6
-    return values | (_gpu_utilization() if gpus else {})
-
-
-def _gpu_utilization() -> dict[str, float]:
-    """Ask NVIDIA's management library, if its bindings (package nvidia-ml-py) and a driver are installed."""
-    try:
-        import pynvml
-    except ImportError:
-        return {}
-    values = {}
-    with contextlib.suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            rates = pynvml.nvmlDeviceGetUtilizationRates(pynvml.nvmlDeviceGetHandleByIndex(index))
-            values[f"{tags.GPU_UTILIZATION}/{index}"] = float(rates.gpu)
+def memory_usage(towers: Sequence[Tower]) -> dict[str, float]:
+    """Return `memory/host_mb`, and the peak memory of each GPU in MB, as `memory/GPU:0_mb`."""
+    values = {"memory/host_mb": psutil.Process().memory_info().rss / 1e6}
+    for gpu in sorted({tower.device.removeprefix("/") for tower in towers if "GPU" in tower.device}):
+        values[f"memory/{gpu}_mb"] = tf.config.experimental.get_memory_info(gpu)["peak"] / 1e6
     return values
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.browser
 
 LAST_STEP, NUM_DIAGNOSTICS, NUM_EVALUATIONS = 30, 6, 2  # of the run
 FINAL = "test/ema_tta2"  # only in the last evaluation
-TRAIN, EVAL, RESULT, TOWERS = "small/train", "small/eval", "small/result", ("small/tower_0", "small/tower_1")
+TRAIN, EVAL, TOWERS = "small/train", "small/eval", ("small/tower_0", "small/tower_1")
 FIRST_SCREEN = {"accuracy": TRAIN, "accuracy/test/ema": EVAL}  # the first cards of TIME SERIES
 SCALARS = {  # tag: (runs, minimum number of points)
     "loss": ([TRAIN], LAST_STEP),
@@ -34,11 +34,11 @@ SCALARS = {  # tag: (runs, minimum number of points)
 IMAGES = {"confusion/test": EVAL, "mistakes/test": EVAL, "input/augmented": TRAIN}
 HISTOGRAMS = ["activations/group1_gelu1", "activations/logits"]
 HISTOGRAMS += [f"{kind}/{layer}/kernel" for kind in ("weights", "gradients") for layer in ("group1_conv1", "head")]
-BOXES = ("variables", "split_batch", "tower_0", "tower_1", "average_gradients", "apply")
+BOXES = ("split_batch", "tower_0", "tower_1", "average_gradients", "apply")
 ARROWS = ("split_batch--tower_0", "split_batch--tower_1", "tower_0--average_gradients", "tower_1--average_gradients")
 LAYERS = ("group1_conv1", "group3_conv2")  # inside a tower
 SETTINGS = ("model", "batch_size", "learning_rate")
-METRIC = "final/accuracy/test/ema_tta2"
+METRIC = "accuracy/test/ema_tta2"
 
 
 def test_time_series(show, expect):
@@ -121,7 +121,7 @@ def test_histograms(show, expect):
 def test_hparams(show, expect, run):
     page = show("hparams")
     table = page.locator("tf-hparams-table-view vaadin-grid")
-    expect(table.get_by_text(RESULT)).to_be_visible()
+    expect(table.get_by_text(EVAL)).to_be_visible()
     columns = page.locator("tf-hparams-query-pane paper-checkbox.hparam-checkbox")
     while columns.and_(page.locator("[checked]")).count():  # the first five, by their names
         columns.and_(page.locator("[checked]")).first.uncheck()

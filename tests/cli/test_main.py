@@ -1,7 +1,9 @@
 """The programs as a user starts them: exit codes, messages, signals."""
 
 import configparser
+import io
 import json
+import logging
 import os
 import re
 import signal

@@ -79,8 +79,6 @@ def _train_record(step, final_accuracy, towers, rng):
             "gradient_norm": [1.1 * norm + 0.01 * k for k in range(towers)],
             "cosine": [0.9 - 0.2 * done - 0.01 * k for k in range(towers)],
         }
-        first = step == 2 * STEPS_PER_RECORD
-        record["gradient_noise_scale"] = None if first else 900 * math.exp(done) + 30 * rng.normal()
     return record
 
 

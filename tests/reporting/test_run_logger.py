@@ -1,6 +1,4 @@
-import gc
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ from cifar_towers.data.dataset import CIFAR10, Dataset, DatasetInfo, Split
 from cifar_towers.evaluation.score import Evaluation, Score
 from cifar_towers.reporting import figures, run_logger
 from cifar_towers.reporting.phase_timer import PhaseTimer
-from cifar_towers.reporting.run_logger import Callbacks, NoiseScale, RunLogger, resource_usage, signal_and_noise
+from cifar_towers.reporting.run_logger import Callbacks, RunLogger, memory_usage
 from cifar_towers.reporting.run_records import read_times
 from cifar_towers.towers import Tower
 from tests.runs.short_runs import draw_nothing, events_of, tensors_of
@@ -141,30 +139,6 @@ def test_result_ends_with_the_score_that_the_run_reports(tmp_path, capsys):
     assert "step 1 after 1:40: train 75 s, lost 15 s, not running 10 s; 1 step lost, goodput 75.0 %" in lines
 
 
-def test_noise_scale_of_known_noise():
-    """Gradients of examples = true gradient + noise of covariance with trace 50 x 4: noise scale 200 / 25 = 8."""
-    random, dimension, batch, towers = np.random.default_rng(1), 50, 64, 4
-    true = np.full(dimension, 25**0.5 / dimension**0.5)
-    estimates = []
-    for _ in range(4000):
-        each = true + random.normal(scale=2, size=(towers, dimension)) / (batch / towers) ** 0.5
-        norms = np.linalg.norm(each, axis=1)
-        estimates.append(signal_and_noise(norms, np.linalg.norm(each.mean(0)), batch))
-    signal, trace = np.mean(estimates, 0)
-    assert signal == pytest.approx(25, rel=0.02) and trace == pytest.approx(200, rel=0.02)
-
-
-def test_run_resumes_after_a_norm_that_overflowed(tmp_path):
-    """Such a number is null in metrics.jsonl."""
-    logger, _ = logger_of(tmp_path)
-    for norm in (1.0, np.inf):
-        logger.metrics.write(
-            kind="train", step=1, gradient_norm=0.9, gradient_noise_scale=2.0, towers={"gradient_norm": [norm, 1.0]}
-        )
-    logger.truncate_after(1)
-    assert logger._noise_scale.update([1.0, 1.0], 0.9) == pytest.approx(NoiseScale(500).update([1.0, 1.0], 0.9))
-
-
 @pytest.mark.parametrize(
     ("program", "command"),
     [("scripts/train.py", ["python", "scripts/train.py"]), ("cifar-towers-train", ["cifar-towers-train"])],
@@ -217,50 +191,7 @@ def test_subclassed_model_has_no_list_of_layers():
     assert content["model"] == content["variables"] == [] and content["synthetic_data"] == "FAKE"
 
 
-def test_numbers_have_their_nouns():
-    assert [run_logger.count(number, "step") for number in (0, 1, 1200)] == ["0 steps", "1 step", "1,200 steps"]
-
-
-class NVMLError(Exception):
-    pass
-
-
-@pytest.fixture
-def nvml(monkeypatch):
-    """Replace NVIDIA's library by a fake one with two GPUs."""
-    library = SimpleNamespace(
-        NVMLError=NVMLError,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetCount=lambda: 2,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=90 + handle),
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", library)
+def test_memory_of_host_and_gpus(monkeypatch):
     monkeypatch.setattr(tf.config.experimental, "get_memory_info", lambda gpu: {"current": 5e9, "peak": 6e9})
-    return library
-
-
-def test_host_memory():
-    gc.collect()  # not between the two
-    towers = [Tower(0, "/CPU:0")]
-    before, held = resource_usage(towers), bytearray(10**8)
-    assert set(before) == {"memory/host_mb"}
-    assert 90 < resource_usage(towers)["memory/host_mb"] - before["memory/host_mb"] < 130 and held
-
-
-def test_gpu_memory_and_utilization(nvml):
-    values = resource_usage([Tower(0, "/GPU:0"), Tower(1, "/GPU:1")])
-    assert values.pop("memory/host_mb") > 100
-    memory = {"memory/GPU:0_mb": 6000, "memory/GPU:1_mb": 6000}
-    assert values == memory | {"gpu_utilisation/0": 90, "gpu_utilisation/1": 91}
-
-
-def test_failing_driver_is_left_out(nvml, monkeypatch):
-    def fails(*_):
-        raise NVMLError
-
-    for name in ("nvmlDeviceGetUtilizationRates", "nvmlInit"):
-        setattr(nvml, name, fails)
-        assert "gpu_utilisation/0" not in resource_usage([Tower(0, "/GPU:0")])
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "memory/GPU:0_mb" in resource_usage([Tower(0, "/GPU:0")])
+    values = memory_usage([Tower(0, "/CPU:0"), Tower(1, "/GPU:0")])
+    assert values.pop("memory/host_mb") > 100 and values == {"memory/GPU:0_mb": 6000}

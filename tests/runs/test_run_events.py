@@ -40,8 +40,8 @@ def test_tensorboard_training_tags(one_run):
 def test_tensorboard_tags_do_not_depend_on_the_number_of_towers(tmp_path, tiny_run):
     run(TINY, tmp_path, num_gpus=1, max_steps=5)
     one, two = (set(events_of(path / "train").Tags()["tensors"]) for path in (tmp_path, tiny_run[0]))
-    assert two - one == {"towers/gradient_noise_scale"}  # which one tower has nothing to estimate from
-    assert one <= two
+    assert one == two
+    assert not list(tmp_path.glob("tower_*"))
 
 
 def test_every_tag_of_the_tutorial_has_a_counterpart(tmp_path):
@@ -89,5 +89,4 @@ def test_tensorboard_evaluation_tags(one_run):
         assert tf.io.decode_png(png).shape == (int(height), int(width), 3) and int(width) > 300
     shown = tensors_of(evaluated, "accuracy/test/ema_tta2")
     assert shown[20] == pytest.approx(result["evaluations"][-1]["accuracy"])
-    final = tensors_of(events_of(directory / "result"), "final/accuracy/test/ema_tta2")
-    assert final == {20: shown[20]}
+    assert tensors_of(evaluated, "final/training_seconds")[20] > 0
