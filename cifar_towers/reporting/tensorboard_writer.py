@@ -46,7 +46,7 @@ class TensorBoardWriter:
         images: Mapping[str, np.ndarray] | None = None,
         histograms: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Write values by tag into the directory `name`: scalars, images [h, w, 3] of uint8, and histograms of arrays."""
+        """Write values by tag into the directory `name`: scalars, images [h, w, 3] and histograms of arrays."""
         with self._best_effort:
             writer = self._writer(name)
             with writer.as_default(step):
