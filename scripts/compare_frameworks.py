@@ -43,9 +43,9 @@ def main() -> None:
     """Measure all nets, and print a table for each."""
     args = parse_arguments()
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
-    frameworks = args.frameworks
-    if not importlib.util.find_spec("torch"):
-        frameworks = [framework for framework in frameworks if not framework.startswith("pytorch")]
+    has_pytorch = importlib.util.find_spec("torch") is not None
+    frameworks = [name for name in args.frameworks if has_pytorch or not name.startswith("pytorch")]
+    if frameworks != args.frameworks:
         print("PyTorch is left out, as it is not installed: pip install -e '.[bench]'")
     for recipe in args.nets:
         _, size, batch_size = NETS[recipe]
