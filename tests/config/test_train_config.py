@@ -140,7 +140,6 @@ USAGE_ERRORS = {
     ],
     ExportConfig: [
         (["--train_dir=x", "--format=tensorrt"], "format=tensorrt is not one of saved_model, keras"),
-        (["--train_dir=x", "--quantize=int8"], "saved_model cannot be quantized; write --format=litert"),
     ],
     ReportConfig: [(["--train_dir=x"], "train_dir is not a flag of this program: directories of runs are given as")],
     CompareConfig: [(runs, "which two runs") for runs in ([], ["one"], ["one", "other", "third"])],

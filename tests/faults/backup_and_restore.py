@@ -32,6 +32,8 @@ def main() -> None:
     precision, _ = resolve_precision(config.precision, "/CPU:0")
     keras.utils.set_random_seed(config.seed)
     model = to_stock_layers(build.make_model(config, precision, dataset.info, dataset.train))
+    for layer in model.layers:
+        layer.trainable = layer.name != "whitening"  # as in most of a run
     model.compile(
         keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),

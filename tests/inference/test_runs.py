@@ -27,7 +27,7 @@ def make(directory, recipe="speed94", seed=0, **options):
 
 @pytest.fixture
 def runs(tmp_path):
-    """Runs that are finished, stopped, at work, damaged, without a step; and directories that are none."""
+    """Write runs that are finished, stopped, at work, damaged, without a step; and directories that are none."""
     for recipe in ("speed94", "resnet20"):
         for seed in range(3):
             make(tmp_path, recipe, seed, towers=1 + seed)

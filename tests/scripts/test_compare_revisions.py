@@ -64,7 +64,7 @@ def test_equal_runs_are_the_same_nan_included(write_run, compare):
         ],
     )
     checkpoints = {f"step-0000000{step}" for step in (1, 2, 3)}
-    records = {"train 1", "train 2", "train 3", "eval 3 test, raw weights, no TTA"}
+    records = {"train 1", "train 2", "train 3", "eval 3 test/raw"}
     assert compare_revisions.list_contents(first) == checkpoints | records
 
 
@@ -80,11 +80,11 @@ def test_equal_runs_are_the_same_nan_included(write_run, compare):
         ),
         (
             {"losses": (2.5, 2.25), "biases": (1.0, 0.5)},
-            {"only in one of them: eval 2 test, raw weights, no TTA, eval 3 test, raw weights, no TTA, step-00000003"},
+            {"only in one of them: eval 2 test/raw, eval 3 test/raw, step-00000003"},
         ),
-        ({"losses": (2.5, 2.25)}, {"only in one of them: eval 2 test, raw weights, no TTA, eval 3 test"}),
+        ({"losses": (2.5, 2.25)}, {"only in one of them: eval 2 test/raw, eval 3 test"}),
         ({"biases": (1.0, 0.5)}, {"only in one of them: step-00000003"}),
-        ({"score": 2.5}, {"evaluations: from step 3, test, raw weights, no TTA: loss 2.0 and 2.5"}),
+        ({"score": 2.5}, {"evaluations: from step 3, test/raw: loss 2.0 and 2.5"}),
         (
             {"moving_mean": tf.Variable(0.0)},
             {"weights: from step-00000001: other variables, among them moving_mean"},

@@ -9,7 +9,7 @@ from cifar_towers.data import synthetic
 from cifar_towers.data.dataset import Dataset, Split
 from cifar_towers.errors import RunError
 from cifar_towers.models import MODELS
-from cifar_towers.models.stock_layers import to_stock_layers
+from cifar_towers.models.stock_layers import to_stock_model
 from cifar_towers.training import build
 from scripts.speedrun import comparison
 from scripts.speedrun.settings import SpeedrunConfig
@@ -128,8 +128,6 @@ def num_updated(model):
 @pytest.mark.parametrize("model", ["speednet94", "resnet20"])
 def test_keras_trains_as_many_parameters_as_ours(model):
     net = MODELS[model](image_size=32)
-    stock, ours = (
-        sum(v.shape.num_elements() for v in each.trainable_variables) for each in (to_stock_layers(net), net)
-    )
+    stock, ours = (sum(v.shape.num_elements() for v in each.trainable_variables) for each in (to_stock_model(net), net))
     assert comparison.num_trained_parameters(net) == stock == num_updated(model)
     assert ours - stock == (24 if model == "speednet94" else 0)  # the whitening's bias
