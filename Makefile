@@ -55,7 +55,7 @@ evaluate: .venv/ready  ## score a checkpoint of a run: ARGS='--train_dir=runs/sp
 predict: .venv/ready  ## classify images: ARGS='--train_dir=runs/speed94-seed0 picture.jpg folder/'
 	@$(BIN)/python scripts/predict.py $(ARGS)
 
-export: .venv/$(if $(filter %onnx %litert %tflite,$(ARGS)),export-)ready  ## write a model for use elsewhere: ARGS='--train_dir=runs/... --format=onnx'
+export: .venv/$(if $(filter %onnx %litert,$(ARGS)),export-)ready  ## write a model for use elsewhere: ARGS='--train_dir=runs/... --format=onnx'
 	@$(BIN)/python scripts/export.py $(ARGS)
 
 tensorboard: .venv/ready  ## open runs/ at http://localhost:6006

@@ -55,7 +55,7 @@ def test_targets_take_their_recipe_from_config(target, config_class, recipe):
     [
         *(("train", []), ("predict", []), ("test", ["dev"]), ("lint", ["dev"]), ("test-browser", ["dev", "browser"])),
         *(("export", []), ("export --format=keras", []), ("export --format=onnx", ["export"])),
-        *(("export --format=tflite --quantize=int8", ["export"]), ("test-trackers", ["dev", "trackers"])),
+        *(("export --format=litert", ["export"]), ("test-trackers", ["dev", "trackers"])),
         ("docs", ["docs"]),
     ],
 )

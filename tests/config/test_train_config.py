@@ -72,6 +72,9 @@ USAGE_ERRORS = {
         (["--train_dir=runs/one", "--model=mynets.py"], "model=mynets.py is not one of cifarnet, "),
         (["--train_dir=runs/one", "--log_device_placement"], "Unknown command line flag 'log_device_placement'"),
     ],
+    ExportConfig: [
+        (["--train_dir=x", "--format=tensorrt"], "format=tensorrt is not one of saved_model, keras"),
+    ],
     CompareConfig: [(runs, "which two runs") for runs in ([], ["one"], ["one", "other", "third"])],
 }
 

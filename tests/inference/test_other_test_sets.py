@@ -56,7 +56,7 @@ def test_corruptions_of_a_data_set_are_a_table_with_means(run, monkeypatch):
     right = {name: float((found.argmax(1) == TEST.labels[:40]).mean()) for name, found in logits_of.items()}
     loss = {name: float(-np.log(found[range(40), TEST.labels[:40]]).mean()) for name, found in logits_of.items()}
     for table, expected in ((record["accuracy"], right), (record["loss"], loss)):
-        assert len({*expected.values()}) > 3 and table.keys() == {"fog", "saturate", "mean"}
+        assert len({*expected.values()}) > 2 and table.keys() == {"fog", "saturate", "mean"}
         for corruption in ("fog", "saturate"):
             cells = [expected[f"{corruption}_{severity}"] for severity in range(1, 6)]
             assert table[corruption] == pytest.approx(dict(zip("12345", cells, strict=True)) | {"mean": np.mean(cells)})

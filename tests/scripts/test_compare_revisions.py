@@ -63,7 +63,7 @@ def test_equal_runs_are_the_same_nan_included(write_run, compare):
             "  weights after step 3: same, sha256 f00d",
         ],
     )
-    records = {"train 1", "train 2", "train 3", "eval 3 test, raw weights, no TTA"}
+    records = {"train 1", "train 2", "train 3", "eval 3 test/raw"}
     assert compare_revisions.list_contents(first) == records
 
 
@@ -79,10 +79,10 @@ def test_equal_runs_are_the_same_nan_included(write_run, compare):
         ),
         (
             {"losses": (2.5, 2.25), "biases": (1.0, 0.5)},
-            {"only in one of them: eval 2 test, raw weights, no TTA, eval 3 test, raw weights, no TTA"},
+            {"only in one of them: eval 2 test/raw, eval 3 test/raw"},
         ),
-        ({"losses": (2.5, 2.25)}, {"only in one of them: eval 2 test, raw weights, no TTA, eval 3 test"}),
-        ({"score": 2.5}, {"evaluations: from step 3, test, raw weights, no TTA: loss 2.0 and 2.5"}),
+        ({"losses": (2.5, 2.25)}, {"only in one of them: eval 2 test/raw, eval 3 test"}),
+        ({"score": 2.5}, {"evaluations: from step 3, test/raw: loss 2.0 and 2.5"}),
         (
             {"moving_mean": np.zeros(())},
             {"weights: from step-1.npz: other variables, among them moving_mean"},
