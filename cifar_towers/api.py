@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cifar_towers.cli.program import import_tensorflow
+from cifar_towers.cli.program import tensorflow_imported
 from cifar_towers.cli.run import Run, parse_settings
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EvaluateConfig, PredictConfig
@@ -34,20 +34,18 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
     Args:
       recipe: name of a recipe in `configs/`; default: `speed94`, or none if `settings` have a `model`.
       callbacks: objects with any of `on_start(run)`, `on_step(step, metrics)`, `on_evaluation(step, evaluation)` and
-        `on_end(run)`; a class is instantiated, a function is an `on_step`.
+        `on_end(run)`; a function is an `on_step`. What a callback raises is raised here once the step is saved.
       **settings: flags of `train.py` by name, such as `num_gpus=2`; they override those of the recipe.
 
     Raises:
       RunError: a setting is wrong or only for the programs (`seeds`, `strategy="multi_worker"`), the data cannot be
-        read, training diverges or is corrupted, the last step is unsaved, a callback fails, or weights are unexpected.
+        read, training diverges or is corrupted, the last step is unsaved, or weights are unexpected.
       KeyboardInterrupt: there was nothing to save yet, or it is the second interrupt.
     """
     config = parse_settings(TrainConfig, {"recipe": recipe, **settings})
     if config.seeds or config.strategy == "multi_worker":
         name = "seeds" if config.seeds else "strategy=multi_worker"
         raise UsageError(f"{name} is for the programs; call train once for each seed, and start workers by launch.py")
-    if not isinstance(callbacks, Sequence):
-        raise UsageError(f"callbacks={callbacks!r} is no list; write callbacks=[...]")
     from cifar_towers.checkpointing.checkpoint import list_checkpoints
     from cifar_towers.cli.main import start_training
 
@@ -58,7 +56,7 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
         return opened[-1]
 
     shutdown = ShutdownHandler()
-    with _visible_log(), shutdown.handling_interrupts():
+    with _visible_log(), tensorflow_imported(), shutdown.handling_interrupts():
         try:
             start_training(config, shutdown, callbacks=callbacks, make_handle=make_handle)
         except Interrupted as interrupt:
@@ -87,10 +85,10 @@ def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
       RunError: there is no such run or split, its data cannot be read or have changed, or logits are not finite.
     """
     config = parse_settings(EvaluateConfig, {"train_dir": getattr(run, "directory", run), **settings})
-    import_tensorflow()
-    from cifar_towers.inference.evaluate import score_checkpoint
+    with tensorflow_imported():
+        from cifar_towers.inference.evaluate import score_checkpoint
 
-    return score_checkpoint(config)
+        return score_checkpoint(config)
 
 
 @with_errors_for_python
@@ -114,10 +112,10 @@ def predict(
     """
     settings = {"train_dir": getattr(run, "directory", run), **settings}
     config = parse_settings(PredictConfig, settings, arguments=("images",))
-    import_tensorflow()
-    from cifar_towers.inference.predict import predict_probabilities
+    with tensorflow_imported():
+        from cifar_towers.inference.predict import predict_probabilities
 
-    return predict_probabilities(config, images)
+        return predict_probabilities(config, images)
 
 
 @with_errors_for_python

@@ -36,12 +36,11 @@ from cifar_towers.errors import (
 from cifar_towers.evaluation.evaluator import Evaluator, make_classify_fn, score_split
 from cifar_towers.evaluation.score import describe_score, reported_score
 from cifar_towers.models.layers import has_batch_norm
-from cifar_towers.models.user_model import own_statistics
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec, Workers
 from cifar_towers.reporting.phase_timer import PhaseTimer, training_seconds
 from cifar_towers.reporting.profiler import StepProfiler
-from cifar_towers.reporting.run_logger import CallbackError, Callbacks, RunInfo, RunLogger
+from cifar_towers.reporting.run_logger import Callbacks, RunInfo, RunLogger
 from cifar_towers.reporting.run_records import read_times
 from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.towers import Tower, split_batch
@@ -52,7 +51,6 @@ from cifar_towers.training.health import Health, locate_nonfinite
 from cifar_towers.training.results import gather_diagnostics
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step_runner import FinishedStep, StepRunner, was_skipped
-from cifar_towers.user_code import forget_files, load_object
 
 
 def train(
@@ -72,8 +70,7 @@ def train(
       cluster: the workers to train with; None: this process alone.
       launch_id: id that all processes of one launch share; empty without a launcher. A process that the launcher
         restarts resumes, even with `overwrite`.
-      callbacks: functions and objects that worker 0 calls during the run, besides the config's `callback`; see
-        `Callbacks`.
+      callbacks: functions and objects that are called during the run; see `Callbacks`.
       make_handle: function from the run's directory to the object that callbacks get as `run`.
       timer: the timer that runs since the program started; default: a new one.
       others: configs of the command's other seeds; with `overwrite`, their directories are cleared with this one.
@@ -87,7 +84,6 @@ def train(
     """
     timer = timer or PhaseTimer()
     shutdown.exit_immediately_from_now(NOTHING_TO_SAVE)
-    forget_files()
     setup_devices = functools.partial(devices.setup_devices, config, cluster)
     with coordination.connect(cluster, setup_devices, config.worker_wait_seconds, shutdown) as (workers, hardware):
         source, dataset = build.load_data(config, source)
@@ -99,8 +95,6 @@ def train(
         overwritten = [each.directory for each in others if each.overwrite]
         with coordination.worker_train_dir(workers, config.train_dir) as own, explained:
             config = dataclasses.replace(config, train_dir=own)
-            named = [load_object("callback", config.callback)] if config.callback and workers.is_chief else []
-            callbacks = [*callbacks, *named] if workers.is_chief else []
             with Callbacks(callbacks, make_handle(config.directory)).until_end() as told:
                 set_up = functools.partial(Run, dataset, source.banner, hardware, shutdown, workers, timer, told, again)
                 return train_run(config, set_up, launch_id, overwritten)
@@ -338,8 +332,6 @@ class Run:
         threads = tf.config.threading.get_intra_op_parallelism_threads()
         self.metadata = workdir.run_metadata(self.requested, config, dataset, self.precision, len(self.towers), threads)
         self._has_batch_norm = has_batch_norm(self.state.model)
-        if config.user_model and not self._has_batch_norm:  # a norm of the user's own
-            self._has_batch_norm = bool(own_statistics(self.state.model, config.crop or config.image_size))
         self.hooks: list[Callable[[int, Sequence[FinishedStep]], None]] = [
             self.check_and_log,
             self.evaluate_if_due,
@@ -555,15 +547,13 @@ class Run:
         return Interrupted(self.shutdown.signal, f"{outcome}: {self.again} resumes")
 
     def stop_after_callback_error(self, step: int, finished: Sequence[FinishedStep] = ()) -> None:
-        """Save the last finished step and end the run if a callback has raised an exception.
-
-        Raises:
-          CallbackError: with what the callback raised. On a cluster it ends the other workers too.
-        """
+        """If a callback has raised an exception, save the last finished step and raise that exception."""
         if self.callbacks.error:
             self.check_and_log(step, self.step_runner.finish())
-            outcome = f"saved step {step}" if self.save_now(step) else f"step {step} is not saved"
-            raise CallbackError(f"{self.callbacks.error}; {outcome}: {self.again} resumes")
+            self.logger.progress.pause()
+            if self.save_now(step):
+                self.log(f"a callback failed; saved step {step}: {self.again} resumes")
+            raise self.callbacks.error
 
     def roll_back(self, error: DivergedError) -> int:
         """Restore the last checkpoint that the non-finite steps have not changed, or an earlier one; return its step.

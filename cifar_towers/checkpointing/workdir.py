@@ -19,7 +19,7 @@ from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, UsageError, count, error_text
 from cifar_towers.files import CHECKPOINTS_DIR
 from cifar_towers.registry import split_path
-from cifar_towers.user_code import check_function, split_function
+from cifar_towers.user_code import find_source, split_function
 
 CHOSEN = ("variable_placement", "tower_shares", "micro_batches")  # settings that `training.tuning` may choose
 IN_USE = "another process trains in {}; end it, or give another --train_dir"
@@ -267,8 +267,8 @@ def run_metadata(
 
 def own_code(config: TrainConfig) -> dict[str, str]:
     """Return the SHA-256 of the files of the user's functions that decide what is trained, by setting."""
-    paths = {setting: check_function(setting, getattr(config, setting)) for setting in ("model", "augment", "loss")}
-    return {setting: files.sha256(path) for setting, path in paths.items() if path and path.is_file()}
+    paths = {setting: find_source(setting, getattr(config, setting)) for setting in ("model", "augment", "loss")}
+    return {setting: files.sha256(path) for setting, path in paths.items() if path}
 
 
 def describe_changed_code(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:

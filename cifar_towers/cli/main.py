@@ -114,7 +114,7 @@ def train_seeds(config: TrainConfig, source: "sources.Source", shutdown: Shutdow
         for run in runs:
             others = [other for other in runs if other is not run]
             try:
-                result = trainer.train(run, source, shutdown, launch_id=launch_id, make_handle=Run, others=others)
+                result = trainer.train(run, source, shutdown, launch_id=launch_id, others=others)
                 results.append(result)
             except DivergedError as error:
                 diverged[run.seed] = str(error)

@@ -17,7 +17,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.errors import Interrupted, RunError, UsageError, error_line, error_text, name_programs
 from cifar_towers.shutdown import ShutdownHandler
 from cifar_towers.stderr import messages_only_of_a_failure
-from cifar_towers.user_code import check_function
+from cifar_towers.user_code import find_source
 
 Body = Callable[[ShutdownHandler], int | None]  # of a program; may return an exit code
 
@@ -87,10 +87,10 @@ def parse(config_class: type[Config], program: Callable) -> Config:
 
 
 def check_functions(config: object) -> None:
-    """Check that the user's functions that a config names exist; see `check_function`."""
+    """Check that the files and modules of the user's functions that a config names exist; see `find_source`."""
     recipe = getattr(config, "recipe", None)
-    for setting in ("model", "augment", "loss", "callback"):
-        check_function(setting, getattr(recipe if isinstance(recipe, TrainConfig) else config, setting, ""))
+    for setting in ("model", "augment", "loss"):
+        find_source(setting, getattr(recipe if isinstance(recipe, TrainConfig) else config, setting, ""))
 
 
 def start_tool(config_class: type[Config], program: Callable, shutdown: ShutdownHandler, on_interrupt: str) -> Config:
@@ -139,11 +139,27 @@ def confirm(question: str) -> bool:
 # TensorFlow -----------------------------------------------------------------------------------------------------------
 
 
-def import_tensorflow() -> None:
+@contextlib.contextmanager
+def tensorflow_imported() -> Iterator[None]:
+    """Import TensorFlow for a caller from Python, and restore the caller's settings of Keras at the end."""
+    floatx, image_data_format = import_tensorflow()
+    import keras
+
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_image_data_format(image_data_format)
+
+
+def import_tensorflow() -> tuple[str, str]:
     """Import TensorFlow, with the environment that `cifar_towers` sets, and the settings of Keras that towers need.
 
     Its startup messages are printed only if the import fails or ends the process, or if TF_CPP_MIN_LOG_LEVEL is 0 or 1.
     By default it prints no errors later either, as it raises those that matter.
+
+    Returns:
+      The `floatx` and the `image_data_format` of Keras before.
 
     Raises:
       UsageError: KERAS_BACKEND is set to another backend, or Keras was imported with another.
@@ -162,10 +178,12 @@ def import_tensorflow() -> None:
         tf.get_logger().setLevel(logging.ERROR)
         logging.getLogger("absl").setLevel(logging.ERROR)  # some of its modules log here
         tf.config.list_physical_devices()
+        before = keras.config.floatx(), keras.config.image_data_format()
         keras.config.set_image_data_format("channels_last")  # whatever the user's keras.json says
         keras.config.set_floatx("float32")
     if (backend := keras.backend.backend()) != "tensorflow":
         raise UsageError(f"Keras was imported with {backend}; set KERAS_BACKEND=tensorflow before, as towers need it")
+    return before
 
 
 @contextlib.contextmanager

@@ -213,7 +213,7 @@ class TrainConfig(DeviceConfig):
     exit_codes: ClassVar[str] = describe_exit_codes(
         *ERRORS,
         *TRAINING_ERRORS,
-        failure="a bug, a callback's error, no room to save the last checkpoint, or weights that were not expected",
+        failure="a bug, an error in your code, no room to save the last checkpoint, or weights that were not expected",
     )
 
     strategy: str = _towers.free(
@@ -459,12 +459,6 @@ class TrainConfig(DeviceConfig):
     summary_every_steps: int = _reporting.free(
         100, "steps between full summaries; scalars are written ten times as often; 0: only at the last step", low=0
     )
-    callback: str = _reporting.free(
-        "",
-        "your own function (step, metrics), or object with on_start, on_step, on_evaluation and on_end, that is told "
-        "what the run does, as path/to/file.py:name",
-        check=functools.partial(check_function_name, "callback"),
-    )
     profile_steps: str = _reporting.free("", "steps to profile, as 100:110 for the ten after step 100; empty: none")
     checkpoint_every_steps: int = _reporting.free(
         0, "steps between checkpoints; 0: every half minute and after evaluations, in at most 1 % of the time", low=0
@@ -602,6 +596,8 @@ def _check_model(config: TrainConfig) -> None:
     if config.optimizer == "muon" and not spec.muon:
         tried = ", ".join(name for name, other in MODELS.items() if other.muon)
         raise UsageError(f"optimizer=muon is for {tried}; choose momentum or adamw for {config.model}")
+    if config.loss and config.label_smoothing:
+        raise UsageError(f"loss={config.loss} replaces the loss that smooths labels; give --label_smoothing=0")
 
 
 def _check_run(config: TrainConfig) -> None:

@@ -251,10 +251,10 @@ def test_resuming_names_files_that_have_changed(saved, named):
 
 
 def test_the_code_that_decides_what_is_trained_is_digested_wherever_it_is_named(tmp_path, monkeypatch):
-    """A built-in model has no file of the user's, and a callback decides nothing."""
+    """A built-in model has no file of the user's."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "digested.py").write_text("def f():\n    pass\n")
     digest = files.sha256(tmp_path / "digested.py")
-    config = dataclasses.replace(CONFIG, loss=f"{tmp_path}/digested.py:f", augment="digested:f", callback="digested:f")
+    config = dataclasses.replace(CONFIG, loss=f"{tmp_path}/digested.py:f", augment="digested:f")
     assert workdir.own_code(config) == {"loss": digest, "augment": digest}
     assert workdir.own_code(dataclasses.replace(config, model="digested:f"))["model"] == digest

@@ -145,15 +145,6 @@ def test_checkpoint_moves_from_workers_to_towers_and_back(shared, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_error_of_a_callback_ends_all_workers(tmp_path, start_worker):
-    (tmp_path / "mine.py").write_text("def fail(step, metrics):\n    raise ValueError('no more')\n")
-    workers = [start_worker(index, f"--callback={tmp_path / 'mine.py'}:fail") for index in range(2)]
-    for output in [worker.communicate(timeout=300)[0] for worker in workers]:
-        assert lines_with(output, "ValueError: no more", "saved step 1", "resumes"), output
-    assert [worker.returncode for worker in workers] == [1, 1]
-
-
-@pytest.mark.slow
 def test_rollbacks_are_shared_with_all_workers(flags, tmp_path):
     """A run that was lost between a rollback and the next checkpoint: only the chief has the file."""
     flags = [*flags, "--rollback_on_divergence"]
