@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cifar_towers.cli.program import import_tensorflow
+from cifar_towers.cli.program import tensorflow_imported
 from cifar_towers.cli.run import Run, parse_settings
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EvaluateConfig, PredictConfig
@@ -35,20 +35,18 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
     Args:
       recipe: name of a recipe in `configs/`; default: `speed94`, or none if `settings` have a `model`.
       callbacks: objects with any of `on_start(run)`, `on_step(step, metrics)`, `on_evaluation(step, evaluation)` and
-        `on_end(run)`; a class is instantiated, a function is an `on_step`.
+        `on_end(run)`; a function is an `on_step`. What a callback raises is raised here once the step is saved.
       **settings: flags of `train.py` by name, such as `num_gpus=2`; they override those of the recipe.
 
     Raises:
       RunError: a setting is wrong or only for the programs (`seeds`, `strategy="multi_worker"`), the data cannot be
-        read, training diverges, the last step is unsaved, or a callback fails.
+        read, training diverges, or the last step is unsaved.
       KeyboardInterrupt: there was no step to save yet, or it is the second interrupt.
     """
     config = parse_settings(TrainConfig, {"recipe": recipe, **settings})
     if config.seeds or config.strategy == "multi_worker":
         name = "seeds" if config.seeds else "strategy=multi_worker"
         raise UsageError(f"{name} is for the programs; call train once for each seed, and start workers by launch.py")
-    if not isinstance(callbacks, Sequence):
-        raise UsageError(f"callbacks={callbacks!r} is no list; write callbacks=[...]")
     from cifar_towers.cli.main import start_training
 
     opened: list[Run] = []
@@ -57,7 +55,7 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
         opened.append(Run(directory))
         return opened[-1]
 
-    with _visible_log():
+    with _visible_log(), tensorflow_imported():
         try:
             signals = StopSignals([signal.SIGINT])
             start_training(config, signals, callbacks=callbacks, make_handle=make_handle)
@@ -85,10 +83,10 @@ def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
       RunError: there is no such run or split, its data cannot be read or have changed, or logits are not finite.
     """
     config = parse_settings(EvaluateConfig, {"train_dir": getattr(run, "directory", run), **settings})
-    import_tensorflow()
-    from cifar_towers.inference.evaluate import score_checkpoint
+    with tensorflow_imported():
+        from cifar_towers.inference.evaluate import score_checkpoint
 
-    return score_checkpoint(config)
+        return score_checkpoint(config)
 
 
 @with_errors_for_python
@@ -112,10 +110,10 @@ def predict(
     """
     settings = {"train_dir": getattr(run, "directory", run), **settings}
     config = parse_settings(PredictConfig, settings, arguments=("images",))
-    import_tensorflow()
-    from cifar_towers.inference.predict import predict_probabilities
+    with tensorflow_imported():
+        from cifar_towers.inference.predict import predict_probabilities
 
-    return predict_probabilities(config, images)
+        return predict_probabilities(config, images)
 
 
 @with_errors_for_python

@@ -28,7 +28,7 @@ from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec, Workers
 from cifar_towers.reporting.phase_timer import PhaseTimer, training_seconds
 from cifar_towers.reporting.profiler import StepProfiler
-from cifar_towers.reporting.run_logger import CallbackError, Callbacks, RunInfo, RunLogger
+from cifar_towers.reporting.run_logger import Callbacks, RunInfo, RunLogger
 from cifar_towers.signals import StopSignals
 from cifar_towers.training import build
 from cifar_towers.training.diagnostics import make_diagnose_fn
@@ -54,7 +54,7 @@ def train(
       directory: as `open_run` yields it; on a cluster, only that of worker 0 is kept.
       signals: if one is received during the steps, the run is saved and ends.
       cluster: the workers to train with; None: this process alone.
-      callbacks: functions and objects that worker 0 calls during the run; see `Callbacks`.
+      callbacks: functions and objects that are called during the run; see `Callbacks`.
       make_handle: function from the run's directory to the object that callbacks get as `run`.
       timer: the timer that runs since the program started; default: a new one.
 
@@ -75,8 +75,7 @@ def train(
         source, dataset = build.load_data(config, source)
         if cluster:
             workers.assert_equal(shared_values(config, dataset, hardware.precision, len(hardware.local_towers)))
-        handle = make_handle(directory.path)
-        with Callbacks(callbacks if workers.is_chief else (), handle).until_end() as started_callbacks:
+        with Callbacks(callbacks, make_handle(directory.path)).until_end() as started_callbacks:
             run = Run(config, dataset, source.banner, directory, hardware, workers, signals, timer, started_callbacks)
             with signals.recorded(), run.opened() as step:
                 step = train_from(step, run)
@@ -421,15 +420,13 @@ class Run:
             )
 
     def stop_after_callback_error(self, step: int, finished: Sequence[FinishedStep] = ()) -> None:
-        """Save the last finished step and end the run if a callback has raised an exception.
-
-        Raises:
-          CallbackError: with what the callback raised. On a cluster it ends the other workers too.
-        """
+        """If a callback has raised an exception, save the last finished step and raise that exception."""
         if self.callbacks.error:
             self.check_and_log(step, self.step_runner.finish())
-            outcome = f"saved step {step}" if self.save_now(step) else f"step {step} is not saved"
-            raise CallbackError(f"{self.callbacks.error}; {outcome}: {AGAIN}")
+            self.logger.progress.pause()
+            if self.save_now(step):
+                self.log(f"a callback failed; saved step {step}: {AGAIN}")
+            raise self.callbacks.error
 
     # Evaluating and saving
 

@@ -35,13 +35,6 @@ def plain(image_size, num_classes, regularizer=None):
     return keras.Model(images, layers.Dense(num_classes, kernel_regularizer=regularizer)(layers.Flatten()(images)))
 
 
-def stopped(image_size, num_classes):
-    """Make a convolution whose weights have no gradient, and a dense layer."""
-    images = keras.Input((image_size, image_size, 3))
-    still = keras.ops.stop_gradient(layers.Conv2D(2, 3, name="still")(images))
-    return keras.Model(images, layers.Dense(num_classes)(layers.Flatten()(still)))
-
-
 def regularized(image_size, num_classes):
     """Make a dense layer with weight loss."""
     return plain(image_size, num_classes, keras.regularizers.L2(1e-3))
@@ -59,12 +52,6 @@ class OwnNorm(layers.Layer):
         mean = keras.ops.mean(x, [0, 1, 2])
         self.mean.assign(0.9 * self.mean + 0.1 * mean)
         return x - mean
-
-
-def own_norm(image_size, num_classes):
-    """Make a norm of the user's own, and a dense layer."""
-    images = keras.Input((image_size, image_size, 3))
-    return keras.Model(images, layers.Dense(num_classes)(layers.Flatten()(OwnNorm(name="own")(images))))
 
 
 def synchronized(image_size, num_classes):

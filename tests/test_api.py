@@ -19,12 +19,9 @@ import cifar_towers
 from cifar_towers import api
 from cifar_towers.data import synthetic
 from cifar_towers.errors import RunError, UsageError
-from cifar_towers.models import user_model
-from cifar_towers.reporting.run_logger import CallbackError
-from tests.configs import TINY_NET, net
+from tests.configs import TINY_NET
 from tests.runs.short_runs import small_runs
 
-CHECK_MODEL = user_model._check_model  # which `small_runs` leaves out
 SETTINGS = {
     "model": TINY_NET, "dataset": "synthetic", "shift": 0, "batch_size": 50, "epochs": 1,
     "learning_rate": 0.1, "precision": "float32", "num_gpus": 2, "summary_every_steps": 10, "optimizer": "momentum",
@@ -105,25 +102,24 @@ def test_random_numbers_and_layer_names_of_the_caller_go_on(run, small_set):
     assert [first, second] == expected and name != other_name
 
 
-def test_the_model_does_not_depend_on_the_policy_of_the_caller(run, small_set):
+def test_the_settings_of_the_callers_keras_change_nothing_and_are_kept(run, small_set, tmp_path):
     images, models = small_set[1].images[:30], []
+    caller = {"dtype_policy": "mixed_bfloat16", "floatx": "float16", "image_data_format": "channels_first"}
+    defaults = {"dtype_policy": "float32", "floatx": "float32", "image_data_format": "channels_last"}
     try:
-        for policy in ("mixed_bfloat16", "float32"):
-            keras.config.set_dtype_policy(policy)
+        for settings in (caller, defaults):
+            for name, value in settings.items():
+                getattr(keras.config, f"set_{name}")(value)
             models.append(run.model(model=TINY_NET))
+            cifar_towers.predict(run, images[:2], model=TINY_NET, precision="float32")
+            cifar_towers.train(train_dir=run.directory, **SETTINGS)
+            cifar_towers.evaluate(run, model=TINY_NET, precision="float32")
+            now = {name: getattr(keras.config, name)() for name in settings}
+            assert now | {"dtype_policy": now["dtype_policy"].name} == settings
     finally:
-        keras.config.set_dtype_policy("float32")
+        for name, value in defaults.items():
+            getattr(keras.config, f"set_{name}")(value)
     np.testing.assert_array_equal(*(model.predict(images, verbose=0) for model in models))
-
-
-def test_each_run_names_the_weights_that_it_does_not_train(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(user_model, "_check_model", CHECK_MODEL)
-    caplog.set_level("INFO", "cifar_towers")
-    settings = SETTINGS | {"model": net("stopped"), "max_steps": 1}
-    for name in ("first", "second"):
-        caplog.clear()
-        cifar_towers.train(train_dir=tmp_path / name, **settings)
-        assert "not trained, as they have no gradient: still/kernel, still/bias" in caplog.messages
 
 
 def test_another_backend_of_keras_is_refused(run, small_set, monkeypatch):
@@ -139,8 +135,7 @@ def test_another_backend_of_keras_is_refused(run, small_set, monkeypatch):
         ({"epochs": -1}, "epochs=-1.0 is too small"),
         ({"recipe": "sped94"}, "did you mean speed94"),
         ({"seeds": "0,1"}, "seeds is for the programs"),
-        ({"callback": "nowhere.py:f"}, "callback=nowhere.py:f: there is no file nowhere.py"),
-        ({"callbacks": 3}, r"callbacks=3 is no list; write callbacks=\[...\]"),
+        ({"loss": "nowhere.py:f", "label_smoothing": 0}, "loss=nowhere.py:f: there is no file .*nowhere.py"),
     ],
 )
 def test_settings_are_refused_with_the_sentence_of_the_command_line(settings, message):
@@ -162,17 +157,6 @@ def test_weights_that_are_not_expected_are_an_error(run):
     message = f"weights after step 8 have sha256 {expected[:16]}, not expect_sha256=0123456789abcdef: "
     with pytest.raises(RunError, match=message):
         cifar_towers.train(expect_sha256="0123456789abcdef", **settings)
-
-
-def test_an_error_in_a_callback_is_one_sentence_with_its_place(tmp_path):
-    def fail(step, metrics):
-        raise OSError("no")
-
-    with pytest.raises(CallbackError) as caught:
-        cifar_towers.train(train_dir=tmp_path, callbacks=[fail], **SETTINGS)
-    line = fail.__code__.co_firstlineno + 1
-    assert f"callback fail, on_step: test_api.py, line {line}: OSError: no; saved step" in str(caught.value)
-    assert caught.value.__cause__ is None and caught.value.__suppress_context__
 
 
 def test_an_interrupt_saves_and_the_same_call_resumes_to_the_same_bits(run, tmp_path, capsys):
@@ -228,30 +212,16 @@ def test_the_log_is_left_to_a_process_that_shows_it(caplog, capsys):
     assert caplog.messages == ["said"] and capsys.readouterr() == ("", "")
 
 
-def test_own_code_is_shared_by_settings_and_refused_with_a_variable_and_its_changes_are_named(tmp_path, capsys):
-    code = """
-import tensorflow as tf
-
-traced, share = [], {share}
-
-def loss(labels, logits):
-    traced.append("loss")
-    return share * tf.nn.softmax_cross_entropy_with_logits(labels, logits)
-
-def follow(step, metrics):
-    open(__file__ + ".out", "a").write(f"{{step}} {{traced[0]}} ")
-"""
+def test_a_changed_file_of_the_users_is_read_and_named(tmp_path, capsys):
+    code = "import tensorflow as tf\n\n\ndef loss(labels, logits):\n    print('share', {share})\n"
+    code += "    return {share} * tf.nn.softmax_cross_entropy_with_logits(labels, logits)\n"
     file = tmp_path / "mine.py"
-    settings = SETTINGS | {"train_dir": tmp_path, "loss": f"{file}:loss", "callback": f"{file}:follow"}
-    for steps, share in ((1, "1.0"), (2, "0.95")):
+    for steps, share in ((1, 1.0), (2, 0.95)):
         file.write_text(code.format(share=share))
-        cifar_towers.train(max_steps=steps, **settings)
-        changed = f"loss={file}:loss: the file has changed since step 1, so" in capsys.readouterr().out
-        assert changed == (steps == 2)
-    assert (tmp_path / "mine.py.out").read_text() == "1 loss 2 loss "
-    file.write_text(code.format(share="tf.Variable(0.95)"))
-    with pytest.raises(UsageError, match=r"^loss=\S+mine.py:loss: it uses a tf.Variable or another resource"):
-        cifar_towers.train(max_steps=3, **settings)
+        cifar_towers.train(max_steps=steps, train_dir=tmp_path, loss=f"{file}:loss", **SETTINGS)
+        printed = capsys.readouterr().out
+        assert f"share {share}" in printed
+        assert (f"loss={file}:loss: the file has changed since step 1, so" in printed) == (steps == 2)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from cifar_towers.checkpointing.checkpoint import (
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.errors import DataError, UsageError, error_text
-from cifar_towers.user_code import check_function
+from cifar_towers.user_code import find_source
 
 log = logging.getLogger(__name__)
 
@@ -205,8 +205,8 @@ def run_facts(config: TrainConfig, precision: str, num_towers: int, threads: int
 
 def code_digests(config: TrainConfig) -> dict[str, str]:
     """Return the SHA-256 of the files of the user's functions that decide what is trained, by setting."""
-    paths = {setting: check_function(setting, getattr(config, setting)) for setting in ("model", "augment", "loss")}
-    return {setting: files.sha256(path) for setting, path in paths.items() if path and path.is_file()}
+    paths = {setting: find_source(setting, getattr(config, setting)) for setting in ("model", "augment", "loss")}
+    return {setting: files.sha256(path) for setting, path in paths.items() if path}
 
 
 def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from cifar_towers.cli.flags import Config, parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import Interrupted, RunError, UsageError, error_line, error_text, name_programs
-from cifar_towers.user_code import check_function
+from cifar_towers.user_code import find_source
 
 Body = Callable[[], int | None]  # of a program; may return an exit code
 
@@ -62,10 +62,10 @@ def parse(config_class: type[Config], program: Callable) -> Config:
 
 
 def check_functions(config: object) -> None:
-    """Check that the user's functions that a config names exist; see `check_function`."""
+    """Check that the files and modules of the user's functions that a config names exist; see `find_source`."""
     recipe = getattr(config, "recipe", None)
-    for setting in ("model", "augment", "loss", "callback"):
-        check_function(setting, getattr(recipe if isinstance(recipe, TrainConfig) else config, setting, ""))
+    for setting in ("model", "augment", "loss"):
+        find_source(setting, getattr(recipe if isinstance(recipe, TrainConfig) else config, setting, ""))
 
 
 def start_tool(config_class: type[Config], program: Callable) -> Config:
@@ -104,8 +104,24 @@ def checked_output() -> Iterator[None]:
 # TensorFlow -----------------------------------------------------------------------------------------------------------
 
 
-def import_tensorflow() -> None:
+@contextlib.contextmanager
+def tensorflow_imported() -> Iterator[None]:
+    """Import TensorFlow for a caller from Python, and restore the caller's settings of Keras at the end."""
+    floatx, image_data_format = import_tensorflow()
+    import keras
+
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_image_data_format(image_data_format)
+
+
+def import_tensorflow() -> tuple[str, str]:
     """Import TensorFlow, with the environment that `cifar_towers` sets, and the settings of Keras that towers need.
+
+    Returns:
+      The `floatx` and the `image_data_format` of Keras before.
 
     Raises:
       UsageError: Keras has another backend.
@@ -117,10 +133,12 @@ def import_tensorflow() -> None:
         tf.get_logger().setLevel(logging.ERROR)
         logging.getLogger("absl").setLevel(logging.ERROR)  # some of its modules log here
         tf.config.list_physical_devices()
+        before = keras.config.floatx(), keras.config.image_data_format()
         keras.config.set_image_data_format("channels_last")  # whatever the user's keras.json says
         keras.config.set_floatx("float32")
     if (backend := keras.backend.backend()) != "tensorflow":
         raise UsageError(f"Keras has the backend {backend}; towers need KERAS_BACKEND=tensorflow")
+    return before
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cifar_towers.cli.flags import Config, parse_command_line
-from cifar_towers.cli.program import check_functions, import_tensorflow
+from cifar_towers.cli.program import check_functions, tensorflow_imported
 from cifar_towers.config.programs import TrainedRunConfig
 from cifar_towers.errors import with_errors_for_python
 
@@ -73,10 +73,10 @@ class Run:
           RunError: there is no such checkpoint, or it is damaged.
         """
         config = parse_settings(TrainedRunConfig, {"train_dir": self.directory, **settings})
-        import_tensorflow()
-        from cifar_towers.inference.export import load_portable_model
+        with tensorflow_imported():
+            from cifar_towers.inference.export import load_portable_model
 
-        return load_portable_model(config)
+            return load_portable_model(config)
 
     def _records(self, kind: str) -> list[dict[str, Any]]:
         from cifar_towers import files

@@ -189,7 +189,7 @@ class TrainConfig(DeviceConfig):
     exit_codes: ClassVar[str] = describe_exit_codes(
         *ERRORS,
         *TRAINING_ERRORS,
-        failure="a bug, a callback's error, or no room to save the last checkpoint",
+        failure="a bug, an error in your code, or no room to save the last checkpoint",
     )
 
     strategy: str = _towers.free(
@@ -384,12 +384,6 @@ class TrainConfig(DeviceConfig):
     summary_every_steps: int = _reporting.free(
         100, "steps between full summaries; scalars are written ten times as often; 0: only at the last step", low=0
     )
-    callback: str = _reporting.free(
-        "",
-        "your own function (step, metrics), or object with on_start, on_step, on_evaluation and on_end, that is told "
-        "what the run does, as path/to/file.py:name",
-        check=functools.partial(check_function_name, "callback"),
-    )
     profile_steps: str = _reporting.free("", "steps to profile, as 100:110 for the ten after step 100; empty: none")
     checkpoint_every_steps: int = _reporting.free(
         0, "steps between checkpoints; 0: every half minute and after evaluations, in at most 1 % of the time", low=0
@@ -500,6 +494,10 @@ CONFLICTS: tuple[tuple[Callable[[TrainConfig], Any], str], ...] = (  # (conditio
     ),
     (lambda c: c.crop > c.image_size, "crop={crop} is larger than image_size={image_size}"),
     (lambda c: c.crop and c.image_size_schedule, "crop and image_size_schedule both set the image size; give one"),
+    (
+        lambda c: c.loss and c.label_smoothing,
+        "loss={loss} replaces the loss that smooths labels; give --label_smoothing=0",
+    ),
     (
         lambda c: c.target_accuracy and not c.eval_every_epochs,
         "target_accuracy is checked at evaluations; give eval_every_epochs too",

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import inspect
 import math
 import numbers
 import os
@@ -26,7 +25,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.data.dataset import Dataset, DatasetInfo, Split
-from cifar_towers.errors import RunError, UsageError, command, count
+from cifar_towers.errors import UsageError, command, count
 from cifar_towers.evaluation.score import Evaluation, describe_score, reported_score, score_name
 from cifar_towers.hardware import available_cores, cpuinfo, gpu_names
 from cifar_towers.registry import split_path
@@ -41,9 +40,7 @@ from cifar_towers.towers.placement import short_device
 from cifar_towers.training.diagnostics import StepDiagnostics
 from cifar_towers.training.results import StepMetrics, without_gradients
 from cifar_towers.training.step_runner import FinishedStep
-from cifar_towers.user_code import as_usage_errors
 
-METHODS = ("on_start", "on_step", "on_evaluation", "on_end")  # of callbacks; `on_step` gets each training record
 PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tensorboard", "numpy", "absl-py")
 SCALARS_PER_SUMMARY = 10  # scalars are written this many times as often as whole summaries
 DRAWING_SHARE = 0.02  # of the run's time that drawing evaluations may take
@@ -345,39 +342,34 @@ def _is_due(step: int, period: int) -> bool:
 # Callbacks: functions and objects of the user's that are told what a run does, such as a metrics tracker --------------
 
 
-class CallbackError(RunError):
-    """A callback raised an exception; the message has the place in the user's code."""
-
-
 class Callbacks:
     """The callbacks of one training. After the first error in one of them only `on_end` is called.
 
     Args:
       callbacks: objects with any of `on_start(run)`, `on_step(step, metrics)`, `on_evaluation(step, evaluation)` and
-        `on_end(run)`; classes are instantiated. A plain function is an `on_step`.
+        `on_end(run)`. An object without `on_step` that can be called is an `on_step`.
       run: the argument of `on_start` and `on_end`.
 
     Attributes:
-      error: the first error in a callback.
+      error: the first error in a callback. The run raises it once its step is saved.
 
     Raises:
-      CallbackError: an object is no function and has none of the methods.
-      UsageError: a class cannot be instantiated.
+      UsageError: an object has none of the methods and cannot be called.
     """
 
+    METHODS = ("on_start", "on_step", "on_evaluation", "on_end")
+
     def __init__(self, callbacks: Sequence[Any] = (), run: Any = None):
-        self.error: CallbackError | None = None
-        self._run = run
-        self._started: list[Any] = []  # callbacks that have been told of the start
-        with as_usage_errors("a callback cannot be instantiated"):
-            self._callbacks = [each() if inspect.isclass(each) else each for each in callbacks]
+        self.error: BaseException | None = None
+        self._callbacks, self._run = list(callbacks), run
+        self._started: list[Any] = []  # callbacks whose `on_start` was called
         for each in self._callbacks:
-            if not (inspect.isroutine(each) or any(hasattr(each, method) for method in METHODS)):
-                raise CallbackError(f"callback {each!r} is no function and has none of {', '.join(METHODS)}")
+            if not (callable(each) or any(hasattr(each, method) for method in self.METHODS)):
+                raise UsageError(f"callback {each!r} cannot be called and has none of {', '.join(self.METHODS)}")
 
     def start(self) -> None:
-        """Tell the callbacks that the run starts or resumes; a second call does nothing."""
-        for callback in [] if self._started else self._callbacks:
+        """Call `on_start` of every callback: the run starts or resumes."""
+        for callback in self._callbacks:
             if not self.error:
                 self._started.append(callback)
                 self._call(callback, "on_start", self._run)
@@ -395,20 +387,14 @@ class Callbacks:
 
     @contextlib.contextmanager
     def until_end(self) -> Iterator["Callbacks"]:
-        """Call `on_end` of every callback whose `on_start` was called, when the context ends.
-
-        All of them are called, even if the training or another callback raises an error.
-
-        Raises:
-          CallbackError: a callback has failed in the last evaluation or at the end.
-        """
+        """At the end of the context, call `on_end` of every started callback, then raise the error that is left."""
         try:
             yield self
         finally:
             for callback in self._started:
                 self._call(callback, "on_end", self._run)
         if self.error:
-            raise CallbackError(f"{self.error}; the run is complete")
+            raise self.error
 
     def _call_each(self, name: str, *arguments: Any) -> None:
         for callback in self._callbacks:
@@ -416,14 +402,13 @@ class Callbacks:
                 self._call(callback, name, *copy.deepcopy(arguments))  # which a callback may change
 
     def _call(self, callback: Any, name: str, *arguments: Any) -> None:
-        method = callback if inspect.isroutine(callback) and name == "on_step" else getattr(callback, name, None)
-        if not method:
-            return
+        is_function = name == "on_step" and callable(callback)
+        method = getattr(callback, name, callback if is_function else None)
         try:
-            with as_usage_errors(f"callback {getattr(callback, '__name__', type(callback).__name__)}, {name}"):
+            if method:
                 method(*arguments)
-        except UsageError as error:
-            self.error = self.error or CallbackError(str(error))
+        except (Exception, SystemExit) as error:
+            self.error = self.error or error
 
 
 # Values of records, and what environment.json says of the run and its machine -----------------------------------------

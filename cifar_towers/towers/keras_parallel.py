@@ -2,20 +2,18 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from cifar_towers.towers.collectives import unsynchronized
 from cifar_towers.towers.devices import Tower
-from cifar_towers.towers.make_parallel import as_towers, check_outputs, join_outputs, output_paths, run_on_any_batch
+from cifar_towers.towers.make_parallel import as_towers, check_outputs, join_outputs, run_on_any_batch
 
 # Distance between the seeds of neighboring towers. Keras draws its default seeds below it.
 TOWER_SEED_STRIDE = 1_000_000_007
-UNKNOWN_SIZE = 32  # in made-up inputs, of an axis that a model leaves open
 NOT_OF_FIT = ("loss", "get_compile_config", "compile_from_config")  # methods of saving, and one of former versions
 OF_ORIGINAL = (  # what a parallel model takes from the original: files, and which variables are trained
     *("save", "save_weights", "save_own_variables", "load_weights", "load_own_variables", "export", "summary"),
@@ -23,7 +21,6 @@ OF_ORIGINAL = (  # what a parallel model takes from the original: files, and whi
     *("trainable_variables", "trainable_weights"),
 )
 ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}  # by type of their operation
-SPLIT_TOLERANCE = 0.05  # smaller differences between a batch and its parts, relative to the largest value, are rounding
 
 
 def make_parallel_model(keras_model: keras.Model, num_towers: int | Sequence[Tower]) -> "ParallelModel":
@@ -34,17 +31,17 @@ def make_parallel_model(keras_model: keras.Model, num_towers: int | Sequence[Tow
     number of towers, to rounding. `save`, `export` and `load_weights` read and write files of the original.
 
     Non-trainable state is updated once a step. Each tower normalizes by its own shard, and moving statistics become
-    the mean over the towers, weighted by examples, as do losses that layers add. Losses that a layer adds in training
-    only are not checked. Seed generators advance like the first tower's, and each tower draws different numbers.
+    the mean over the towers, weighted by examples, as do losses that layers add. Each row of an output must depend on
+    its own example, and each loss be a mean over examples. Seed generators advance like the first tower's, and each
+    tower draws different numbers.
 
     Args:
       num_towers: their number, or the towers of `make_towers`.
 
     Raises:
-      ValueError: the model is not built, overrides what `fit`, `evaluate` or `predict` call, or takes sparse or ragged
-        inputs or batches of one fixed length; its outputs are not joined from those of a batch's parts, or a loss that
-        a layer adds is not a mean over examples; or the towers cannot share its state, such as a stateful layer, an
-        integer counter or a synchronized norm. A model without `inputs` is checked in full at its first batch.
+      ValueError: the model is not built, overrides what `fit`, `evaluate` or `predict` call, or has an output without
+        a row for each example; or the towers cannot share its state, such as a stateful layer, an integer counter or a
+        synchronized norm. A model without `inputs` is checked in full at its first batch.
     """
     towers = as_towers(num_towers)
     _check_model(keras_model, len(towers))
@@ -103,24 +100,14 @@ class ParallelModel(keras.Model):
         return tf.nest.pack_sequence_as(outputs, flat)
 
     def check(self, inputs: Any) -> None:
-        """Raise if towers cannot run the model on inputs like these, or if in inference it mixes their rows."""
+        """Raise if towers cannot run the model on inputs like these."""
         tower, batch = self._towers[0], tf.TensorShape([None])
         specs = tf.nest.map_structure(lambda x: tf.TensorSpec(batch.concatenate(x.shape[1:]), x.dtype), inputs)
-
-        def run(rows: Any) -> list[tf.Tensor]:
-            outputs, _, losses, state = self.on_tower(False, tower, rows)
-            return [] if state else tf.nest.flatten(outputs) + losses  # random numbers may explain any difference
-
         with tf.init_scope(), unsynchronized(len(self._towers)):
             trial = tf.function(lambda x: check_outputs(self.on_tower(True, tower, x)[0], x, tower), autograph=False)
-            traced = trial.get_concrete_function(specs)
-            if writes := [op.name for op in traced.graph.get_operations() if op.type.startswith("Assign")]:
-                raise ValueError(
-                    f"{writes[0]} writes a tf.Variable, as every tower would; make it by add_weight instead"
-                )
-            if len(self._towers) > 1:
-                names = output_paths(traced.structured_outputs, f"model {self.name!r}: output")
-                check_split(run, tf.nest.map_structure(_made_up_rows, specs), names)
+            operations = trial.get_concrete_function(specs).graph.get_operations()
+        if writes := [op.name for op in operations if op.type.startswith("Assign")]:
+            raise ValueError(f"{writes[0]} writes a tf.Variable, as every tower would; make it by add_weight instead")
         self._checked = True
 
     def on_tower(
@@ -175,16 +162,7 @@ def _mean(values: Sequence[tf.Tensor], fractions: Sequence[Any]) -> tf.Tensor:
     return tf.add_n([value * tf.cast(fraction, value.dtype) for value, fraction in zip(values, fractions, strict=True)])
 
 
-def _made_up_rows(spec: tf.TensorSpec) -> tf.Tensor:
-    """Return three rows with numbers from 0 to 2, which may also be ids 0 and 1; each row is smaller than the last."""
-    shape = [3, *(size or UNKNOWN_SIZE for size in (spec.shape[1:] if spec.shape.rank else ()))]
-    values = np.sort(np.random.default_rng(0).uniform(0, 2, shape), axis=0)[::-1]
-    return tf.as_string(values.astype("i4")) if spec.dtype == "string" else tf.cast(values, spec.dtype)
-
-
 def _check_model(model: keras.Model, num_towers: int) -> None:
-    if (backend := keras.backend.backend()) != "tensorflow":
-        raise ValueError(f"Keras was imported with {backend}; set KERAS_BACKEND=tensorflow before, as towers need it")
     if not model.built:
         raise ValueError(f"model {model.name!r} has no variables yet; build it or call it on a batch first")
     method = overridden_fit_method(model)
@@ -200,16 +178,6 @@ def _check_model(model: keras.Model, num_towers: int) -> None:
             raise ValueError(
                 f"layer {layer.name!r} is stateful: each call needs the state of the previous one, and towers call it "
                 "side by side; make it with stateful=False"
-            )
-    for tensor in getattr(model, "inputs", None) or []:
-        if tensor.sparse or tensor.ragged:
-            raise ValueError(
-                f"input {tensor.name!r} is sparse or ragged, and towers split dense tensors; make it dense"
-            )
-        if tensor.shape[0] is not None:
-            raise ValueError(
-                f"input {tensor.name!r} takes batches of {tensor.shape[0]} only, and towers get shards; "
-                "build the model without a batch size"
             )
 
 
@@ -264,43 +232,6 @@ def overridden_fit_method(model: keras.Model) -> str:
 def synchronized_norm(model: keras.Model) -> str:
     """Return the name of a layer that is made with `synchronized=True`, or "" if there is none."""
     return next((layer.name for layer in model._flatten_layers() if getattr(layer, "synchronized", False)), "")
-
-
-def nearly_equal(first: tf.Tensor, second: tf.Tensor, tolerance: float) -> bool:
-    """Return whether tensors have one shape and differ by at most `tolerance` times the largest absolute value."""
-    a, b = (np.asarray(tf.cast(tensor, tf.float32)) for tensor in (first, second))
-    atol = tolerance * np.abs(a[np.isfinite(a)]).max(initial=0)
-    return a.shape == b.shape and np.allclose(a, b, rtol=0, atol=atol, equal_nan=True)
-
-
-def check_split(run: Callable[[Any], Sequence[tf.Tensor]], inputs: Any, names: Sequence[str]) -> None:
-    """Raise a ValueError if a tensor of `run` depends on how a batch of three examples is split.
-
-    Constants, rows that depend on one example each, and scalars that are means over examples pass the check.
-
-    Args:
-      run: returns tensors with these names, and then losses. The check ends without a verdict if it raises an error.
-    """
-    parts = slice(None), slice(2), slice(2, None)
-    try:
-        results = [run(tf.nest.map_structure(lambda tensor, part=part: tensor[part], inputs)) for part in parts]
-        results = [[tf.cast(tensor, tf.float32) for tensor in tensors] for tensors in results]
-    except Exception:
-        return
-    for index, (whole, two, one) in enumerate(zip(*results, strict=True)):
-        expected = [two]
-        if whole.shape.rank == 0:
-            expected.append(two + (one - two) / 3)
-        elif two.shape[1:] == one.shape[1:]:
-            expected.append(tf.concat([two, one], 0))
-        if any(nearly_equal(whole, tensor, SPLIT_TOLERANCE) for tensor in expected):
-            continue
-        if nearly_equal(whole, run(inputs)[index], SPLIT_TOLERANCE):  # it is not random
-            name = names[index] if index < len(names) else "a loss that a layer adds"
-            raise ValueError(
-                f"{name} depends on how a batch is split, so towers would not compute what one device does; make each "
-                "row of an output depend on its own example, and each loss a mean over examples"
-            )
 
 
 def first_call(model: keras.Model, layer: keras.layers.Layer) -> Any:

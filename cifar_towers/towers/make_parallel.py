@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -29,19 +28,17 @@ def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **t
       fn: called with keywords, each a shard [B/K, ...]; returns a structure of tensors [B/K, ...].
       num_towers: K, or the K towers of `make_towers`.
       **tensors: structures of tensors [B, ...]. Where K does not divide B, the first B mod K shards have one example
-        more. Where B is unknown until the graph runs and is less than K, towers without an example compute the last
-        example again, and their outputs are dropped.
+        more. Where B is less than K, towers without an example compute the last example again, and their outputs are
+        dropped.
 
     Returns:
       The structure that `fn` returns, with tensors [B, ...].
 
     Raises:
-      ValueError: no tensors, a scalar, tensors that differ in axis 0, fewer examples than towers, an output whose
-        axis 0 is not the shard's, or towers that return different structures.
+      ValueError: there are no towers, or an output has not one row for each example of the shard.
     """
     towers = as_towers(num_towers)
     tensors = tf.nest.map_structure(tf.convert_to_tensor, tensors)
-    _check_batch(tensors, towers)
     outputs, sizes = run_on_any_batch(lambda tower, shard: check_outputs(fn(**shard), shard, tower), towers, tensors)
     return join_outputs(outputs, sizes)
 
@@ -113,18 +110,7 @@ def run_on_any_batch(
 
 
 def join_outputs(structures: Sequence[Any], sizes: Sequence[int | tf.Tensor]) -> Any:
-    """Concatenate the tensors of K equal structures, K x [R/K, ...] -> [R, ...], without the rows of empty shards.
-
-    Raises:
-      ValueError: the structures differ.
-    """
-    first = output_paths(structures[0])
-    for tower, structure in enumerate(structures):
-        if output_paths(structure) != first:
-            raise ValueError(
-                f"tower_{tower} returned {', '.join(output_paths(structure))} and tower_0 {', '.join(first)}; "
-                "the function must return the same structure for every shard"
-            )
+    """Concatenate the tensors of K equal structures, K x [R/K, ...] -> [R, ...], without the rows of empty shards."""
     with tf.name_scope("join_batch"):
         counted = [
             structure
@@ -141,54 +127,22 @@ def as_towers(towers: int | Sequence[Tower]) -> list[Tower]:
     Raises:
       ValueError: there are none.
     """
-    towers = make_towers(int(towers), soft_placement=None) if isinstance(towers, int | np.integer) else list(towers)
+    if isinstance(towers, int | np.integer):
+        towers = make_towers(int(towers), soft_placement=None) if towers > 0 else []
     if not towers:
         raise ValueError("no towers to run on; pass their number or a list from make_towers")
-    return towers
+    return list(towers)
 
 
-def output_paths(structure: Any, name: str = "output") -> list[str]:
-    """Return the path of each tensor of a structure: "output['logits']", "output[0]" or "output"."""
-    return [name + "".join(f"[{key!r}]" for key in path) for path, _ in keras.tree.flatten_with_path(structure)]
-
-
-def _check_batch(tensors: dict[str, Any], towers: Sequence[Tower]) -> None:
-    if not tf.nest.flatten(tensors):
-        raise ValueError("no tensors to split over the towers; pass them by keyword, as in x=images")
-    by_path = list(zip(output_paths(tensors, ""), tf.nest.flatten(tensors), strict=True))
-    for path, tensor in by_path:
-        if tensor.shape.rank == 0:
-            raise ValueError(f"{path} is a scalar and cannot be split; let the function close over it instead")
-    lengths = {path: tensor.shape[0] for path, tensor in by_path if tensor.shape[0] is not None}
-    if len(set(lengths.values())) > 1:
-        listed = ", ".join(f"{path} has {length}" for path, length in lengths.items())
-        raise ValueError(f"the tensors differ in axis 0: {listed}; all must have the same examples")
-    length = next(iter(lengths.values()), None)
-    if length is not None and length < len(towers):
-        raise ValueError(
-            f"{length} examples for {len(towers)} towers would leave shards of zero examples; "
-            f"pass at least {len(towers)} examples or use fewer towers"
-        )
-
-
-def check_outputs(structure: Any, shard: dict[str, Any], tower: Tower) -> Any:
+def check_outputs(structure: Any, shard: Any, tower: Tower) -> Any:
     """Return `structure` if each of its tensors has one row per example; the graph checks an unknown length."""
     first = tf.nest.flatten(shard)[0]
-    examples = first.shape[0]
-    for path, output in zip(output_paths(structure), tf.nest.flatten(structure), strict=True):
-        name = f"{path} of {tower.name}"
-        if isinstance(output, tf.SparseTensor | tf.RaggedTensor):
-            raise ValueError(f"{name} is a {type(output).__name__} and cannot be joined; return a dense tensor")
-        shape = getattr(output, "shape", None)
-        if shape is None:
-            raise ValueError(f"{name} is {output!r}, not a tensor; the function must return tensors")
-        if shape.rank == 0:
-            raise ValueError(f"{name} is a scalar and cannot be joined; return one value per example")
-        if shape.rank is None or shape[0] is None:
+    for index, output in enumerate(map(tf.convert_to_tensor, tf.nest.flatten(structure))):
+        name, rows, examples = f"output {index} of {tower.name}", output.shape[:1], first.shape[:1]
+        if output.shape.rank is None or None in rows:
             tf.debugging.assert_equal(tf.shape(output)[0], tf.shape(first)[0], f"{name} has not one row per example")
-        elif shape[0] != examples:
-            expected = f"{examples} examples" if examples is not None else "any number of examples"
-            raise ValueError(f"{name} has {shape[0]} on axis 0 for {expected}; one row for each is needed")
+        elif rows != examples:
+            raise ValueError(f"{name} has the shape {output.shape}, and not one row for each example of {first.shape}")
     return structure
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
+from cifar_towers.errors import UsageError
 from cifar_towers.towers.make_parallel import with_pinned_backward
 from cifar_towers.towers.placement import HOST, custom_placement
 
@@ -57,13 +58,13 @@ def cut_in_stages(model: keras.Model, devices: Sequence[str], *, open_size: int 
     calls = _layer_calls(functional, shape)
     layer_name, times = Counter(layer.name for layer, _, _ in calls).most_common(1)[0]
     if times > 1:
-        raise ValueError(
+        raise UsageError(
             f"layer {layer_name!r} of {model.name} is called {times} times; a layer can be in one stage only"
         )
     if not devices:
         raise ValueError(f"the stages of {model.name} need at least one device; none was given")
     if len(devices) > len(calls):
-        raise ValueError(f"{len(devices)} stages need at least {len(devices)} layers; {model.name} has {len(calls)}")
+        raise UsageError(f"{len(devices)} stages need at least {len(devices)} layers; {model.name} has {len(calls)}")
     costs = []
     for layer, inputs, outputs in _layer_calls(functional, [size or open_size for size in shape]):
         elements = sum(math.prod(size or 0 for size in tensor.shape[1:]) for tensor in outputs.values())

@@ -28,7 +28,6 @@ from cifar_towers.models.speednet import whitening_kernel
 from cifar_towers.registry import model_spec
 from cifar_towers.towers import Tower, variable_placement
 from cifar_towers.towers.devices import on_gpus
-from cifar_towers.towers.keras_parallel import check_split, synchronized_norm
 from cifar_towers.towers.pipeline import Stage, cut_in_stages, stage_placement
 from cifar_towers.training.distributed_step import make_mirrored_step, make_strategy
 from cifar_towers.training.losses import OWN, cross_entropy, make_loss
@@ -36,7 +35,7 @@ from cifar_towers.training.optimizers import RoleSchedule, make_optimizer
 from cifar_towers.training.results import PROXY
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import Update, make_update, select_hard_examples
-from cifar_towers.user_code import as_usage_errors, load_function, log_once, of_setting
+from cifar_towers.user_code import load_function
 
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float64": "float64"}
 NUM_EXAMPLES = 4  # in the batch that a user's function is checked with
@@ -85,7 +84,7 @@ def make_example_loss(config: TrainConfig, num_classes: int) -> Callable[[tf.Ten
 def make_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Split | None = None) -> keras.Model:
     """Return the model with initial weights from the seed. Whitening filters are computed from `train`.
 
-    Leave out `train` to restore weights. Whitening filters are then zeros, and a user's model need not be trainable.
+    Leave out `train` to restore weights. Whitening filters are then zeros, and a user's model is not checked.
     The caller's random number generators are restored. Layers that are made later get names that no earlier layer has.
 
     Raises:
@@ -131,9 +130,12 @@ def _registered_model(config: TrainConfig, precision: str, info: DatasetInfo, tr
 
 def _user_model(config: TrainConfig, precision: str, info: DatasetInfo, to_train: bool) -> keras.Model:
     naming.reset_uids()  # layers without a name are called the same in every process, whatever was made before
-    function, image_size = load_function("model", config.model, to_train), config.crop or info.image_size
-    with of_setting("model", config.model):
-        return user_model.build_model(function, image_size, len(info.class_names), POLICIES[precision], to_train)
+    image_size, num_classes = config.crop or info.image_size, len(info.class_names)
+    function = load_function("model", config.model)
+    model = user_model.build_model(function, image_size, num_classes, POLICIES[precision])
+    if to_train:
+        user_model.check_model(model, image_size, num_classes, config.batch_statistics == "synchronized")
+    return model
 
 
 def make_loss_fn(config: TrainConfig, model: keras.Model) -> tuple[Callable, list[str]]:
@@ -170,41 +172,31 @@ def make_training(
     if config.augment:
         own = load_augmentation(config.augment, image_size, num_classes, may_mix=not config.hard_example_pool)
         augmentation = augmentation._replace(own=own)
-    options: dict[str, Any] = {
-        "micro_batches": config.micro_batches,
-        "synchronized": config.batch_statistics == "synchronized",
-    }
-    try:
-        if config.strategy == "mirrored":
-            strategy = make_strategy(towers)
-        if strategy:
-            with strategy.scope():
-                state, loss_fn = make_state_fn()
-            return (
-                state,
-                make_mirrored_step(strategy, state, towers, loss_fn, augmentation, config.micro_batches),
-                towers,
-            )
-        if config.parallelism == "model":
-            devices = [tower.device for tower in towers]
-            with stage_placement(lambda: make_model(config, precision, train.info), devices, open_size=image_size):
-                state, loss_fn = make_state_fn()
-            stages = _cut_in_stages(state, devices, image_size)
-            options["stages"] = stages
-            update = make_update(state, towers[:1], loss_fn, augmentation, **options)
-            return state, tf.function(update, autograph=False), towers[:1]
-        with variable_placement(resolve_placement(config, towers), towers):
+    parts = config.micro_batches
+    if config.strategy == "mirrored":
+        strategy = make_strategy(towers)
+    if strategy:
+        with strategy.scope():
             state, loss_fn = make_state_fn()
-            update = make_update(state, towers, loss_fn, augmentation, **options)
-            if config.hard_example_pool:
-                with tf.name_scope(PROXY):
-                    state.proxy, proxy_loss = make_state(proxy_config(config), precision, train, length)
-                proxy_options = options | {"example_loss": make_example_loss(config, num_classes)}
-                proxy_update = make_update(state.proxy, towers, proxy_loss, augmentation, **proxy_options)
-                update = select_hard_examples(update, proxy_update, config.batch_size)
-        return state, tf.function(update, autograph=False), towers
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+        return state, make_mirrored_step(strategy, state, towers, loss_fn, augmentation, parts), towers
+    if config.parallelism == "model":
+        devices = [tower.device for tower in towers]
+        with stage_placement(lambda: make_model(config, precision, train.info), devices, open_size=image_size):
+            state, loss_fn = make_state_fn()
+        stages = _cut_in_stages(state, devices, image_size)
+        update = make_update(state, towers[:1], loss_fn, augmentation, micro_batches=parts, stages=stages)
+        return state, tf.function(update, autograph=False), towers[:1]
+    options: dict[str, Any] = {"micro_batches": parts, "synchronized": config.batch_statistics == "synchronized"}
+    with variable_placement(resolve_placement(config, towers), towers):
+        state, loss_fn = make_state_fn()
+        update = make_update(state, towers, loss_fn, augmentation, **options)
+        if config.hard_example_pool:
+            with tf.name_scope(PROXY):
+                state.proxy, proxy_loss = make_state(proxy_config(config), precision, train, length)
+            proxy_options = options | {"example_loss": make_example_loss(config, num_classes)}
+            proxy_update = make_update(state.proxy, towers, proxy_loss, augmentation, **proxy_options)
+            update = select_hard_examples(update, proxy_update, config.batch_size)
+    return state, tf.function(update, autograph=False), towers
 
 
 def resolve_placement(config: TrainConfig, towers: Sequence[Tower]) -> str:
@@ -219,7 +211,7 @@ def resolve_placement(config: TrainConfig, towers: Sequence[Tower]) -> str:
 def _cut_in_stages(state: TrainState, devices: Sequence[str], image_size: int) -> Sequence[Stage]:
     """Cut the model into stages, one on each device."""
     if OWN in state.loss_averages.sums:
-        raise ValueError("parallelism=model cannot train a net that adds losses of its own, as regularizers do")
+        raise UsageError("parallelism=model cannot train a net that adds losses of its own, as regularizers do")
     return cut_in_stages(state.model, devices, open_size=image_size)
 
 
@@ -243,18 +235,6 @@ def make_state(
 ) -> tuple[TrainState, Callable]:
     """Return (state, loss function): everything with variables, in the placement of the surrounding scope."""
     model = make_model(config, precision, train.info, train)
-    norm = synchronized_norm(model)
-    if norm and config.batch_statistics != "synchronized":
-        raise UsageError(
-            f"layer {norm} is made with synchronized=True, and batch_statistics={config.batch_statistics} would ignore "
-            "it; give --batch_statistics=synchronized, or make it with synchronized=False"
-        )
-    may_have_own = config.user_model and config.batch_statistics == "synchronized"
-    if may_have_own and (own := user_model.own_statistics(model, config.crop or config.image_size)):
-        log_once(
-            f"batch_statistics=synchronized does not reach {own[0]}: its layer is no BatchNormalization, and sees one "
-            "tower's images"
-        )
     loss_fn, terms = make_loss_fn(config, model)
     optimizer = make_optimizer(
         config.optimizer,
@@ -287,7 +267,7 @@ def role_schedules(config: TrainConfig, length: schedules.RunLength) -> dict[str
     }
 
 
-# An augmentation and a loss of the user's own: load the function, and check what it returns before training -----------
+# An augmentation and a loss of the user's own ------------------------------------------------------------------------
 
 
 def load_augmentation(name: str, image_size: int, num_classes: int, may_mix: bool = True) -> Callable:
@@ -297,14 +277,8 @@ def load_augmentation(name: str, image_size: int, num_classes: int, may_mix: boo
     of each example, and returns images. A function with an argument named `labels` also takes the labels as one-hot
     rows [b, C] float32, and returns (images, labels).
 
-    A line is logged if a function without labels mixes images, as each tower has only its shard.
-
-    Args:
-      may_mix: whether the function may take labels, as one that mixes examples does.
-
     Raises:
-      UsageError: there is no such function, it takes labels without `may_mix`, it fails, or it returns another shape or
-        type, or other values in a second call with the same arguments; or it uses a variable or another resource.
+      UsageError: the function takes labels without `may_mix`, or `_check_function` refuses it.
     """
     function = load_function("augment", name)
     takes_labels = "labels" in inspect.signature(function).parameters
@@ -312,24 +286,16 @@ def load_augmentation(name: str, image_size: int, num_classes: int, may_mix: boo
         raise UsageError(f"augment={name}: it takes labels, so it may mix the examples; give --hard_example_pool=0")
 
     def augment(images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        arguments: dict[str, tf.Tensor] = {"images": images, "draws": draws}
-        expected = [images]
         if takes_labels:
-            arguments["labels"] = tf.one_hot(labels, num_classes)
-            expected.append(arguments["labels"])
-        with as_usage_errors(f"augment={name}: it fails"):
-            results = function(**arguments)
-        results = tuple(results) if takes_labels and isinstance(results, (tuple, list)) else (results,)
-        _check_shapes("augment", name, results, expected)
-        return (results[0], results[1]) if takes_labels else (results[0], labels)
+            return function(images=images, labels=tf.one_hot(labels, num_classes), draws=draws)
+        return function(images=images, draws=draws), labels
 
     random = np.random.default_rng(0)
     images = tf.constant(random.normal(size=[NUM_EXAMPLES, image_size, image_size, 3]), tf.float32)
     draws = tf.constant(random.random([NUM_EXAMPLES, NUM_OWN_DRAWS]), tf.float32)
     labels = tf.range(NUM_EXAMPLES) % num_classes
-    _check_repeatable("augment", name, lambda: augment(images, labels, draws))
-    if not takes_labels:
-        _log_mixing("augment", name, lambda rows: augment(*rows)[0], (images[:3], labels[:3], draws[:3]))
+    expected = [images, tf.one_hot(labels, num_classes) if takes_labels else labels]
+    _check_function(f"augment={name}", lambda: augment(images, labels, draws), expected)
     return augment
 
 
@@ -339,52 +305,26 @@ def load_loss(name: str, num_classes: int) -> Callable[[tf.Tensor, tf.Tensor], t
     The user's function takes labels [b, C] float32, rows of sum 1, and logits [b, C] float32, and returns a loss for
     each example. The labels of the function that is returned may also be [b] classes.
 
-    A line is logged if the loss of an example depends on other examples, as each tower has only its shard.
-
     Raises:
-      UsageError: as `load_augmentation` does.
+      UsageError: `_check_function` refuses the function.
     """
     function = load_function("loss", name)
 
     def loss(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
         labels = labels if labels.shape.rank == 2 else tf.one_hot(labels, num_classes)
-        logits = tf.cast(logits, tf.float32)
-        with as_usage_errors(f"loss={name}: it fails"):
-            losses = function(labels=labels, logits=logits)
-        _check_shapes("loss", name, (losses,), [logits[:, 0]])
-        return losses
+        return function(labels=labels, logits=tf.cast(logits, tf.float32))
 
     logits = tf.constant(np.random.default_rng(0).normal(size=[NUM_EXAMPLES, num_classes]), tf.float32)
-    _check_repeatable("loss", name, lambda: loss(tf.range(NUM_EXAMPLES) % num_classes, logits))
-    _log_mixing("loss", name, lambda rows: loss(*rows), (tf.constant([0, 1, 0]), logits[:3]))
+    labels = tf.range(NUM_EXAMPLES) % num_classes
+    _check_function(f"loss={name}", lambda: [loss(labels, logits)], [logits[:, 0]])
     return loss
 
 
-def _log_mixing(setting: str, name: str, call: Callable[[Any], tf.Tensor], rows: tuple[tf.Tensor, ...]) -> None:
-    """Log a line if the result of a function for one of three rows depends on the other rows."""
-    try:
-        check_split(lambda part: [call(part)], rows, [f"{setting}={name}: it"])
-    except ValueError as error:
-        log_once(str(error))
-
-
-def _check_shapes(setting: str, name: str, results: tuple, expected: list[tf.Tensor]) -> None:
-    returned = [f"{tuple(r.shape)} {r.dtype.name}" if tf.is_tensor(r) else type(r).__name__ for r in results]
-    wanted = [f"{tuple(tensor.shape)} {tensor.dtype.name}" for tensor in expected]
-    if returned != wanted:
-        raise UsageError(f"{setting}={name}: it returns {', '.join(returned)}, and not {', '.join(wanted)}")
-
-
-def _check_repeatable(setting: str, name: str, call: Callable[[], Any]) -> None:
-    first, second = (tf.nest.flatten(call()) for _ in range(2))
+def _check_function(name: str, call: Callable[[], Sequence], expected: Sequence[tf.Tensor]) -> None:
+    """Raise UsageError unless a function returns tensors like the expected ones, and the same in a second call."""
+    first, second = ([tf.convert_to_tensor(result) for result in call()] for _ in range(2))
+    shapes, wanted = ([f"{tuple(each.shape)} {each.dtype.name}" for each in tensors] for tensors in (first, expected))
+    if shapes != wanted:
+        raise UsageError(f"{name} returns {', '.join(shapes)}, not {', '.join(wanted)}")
     if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(first, second, strict=True)):
-        advice = "use draws" if setting == "augment" else "take all from its arguments"
-        raise UsageError(
-            f"{setting}={name}: it returns other values in a second call with the same arguments: it draws random "
-            f"numbers of its own, with which a resumed run and other numbers of towers would differ; {advice}"
-        )
-    if user_model.first_use_of_resource(tf.function(call, autograph=False).get_concrete_function().graph):
-        raise UsageError(
-            f"{setting}={name}: it uses a tf.Variable or another resource, which checkpoints do not hold and towers "
-            "would share; use its arguments and tf.constant alone"
-        )
+        raise UsageError(f"{name} returns other values in a second call; it must be a function of its arguments")

@@ -1,6 +1,5 @@
-"""Models of users: those that train on towers, and those that are rejected by the layer's name."""
+"""Models of users: those that train on towers, and those that are refused."""
 
-import logging
 from functools import partial
 
 import keras
@@ -12,7 +11,6 @@ from cifar_towers.errors import UsageError
 from cifar_towers.models import user_model
 from cifar_towers.models.layers import BatchNorm, synchronize
 from cifar_towers.towers import run_on_towers_synchronized, split_batch
-from cifar_towers.user_code import log_once
 from tests.nets import OwnNorm
 
 L = keras.layers
@@ -47,14 +45,6 @@ class Computes(L.Layer):
         return self.function(x)
 
 
-def noisy(x, seed=None):
-    return x + tf.random.normal(tf.shape(x), seed=seed)
-
-
-def drawn_once(x):
-    return x + np.random.normal(size=x.shape[1:]).astype("f4")
-
-
 class Stateful(L.Layer):
     """A layer with a variable that is not one of its weights."""
 
@@ -67,17 +57,6 @@ class Stateful(L.Layer):
             self.offset.assign_add(1.0)
             return x
         return x + self.offset
-
-
-class Once(L.Layer):
-    called = 0
-
-    def call(self, x, training=False):
-        if training:
-            self.called += 1
-            if self.called > 1:
-                raise RuntimeError("I can be called once")
-        return x
 
 
 class Subclassed(keras.Model):
@@ -107,21 +86,11 @@ class Trained(Subclassed):
         return {}
 
 
-class Measured(Subclassed):
-    def compute_metrics(self, x, y, y_pred, sample_weight=None):
-        return {}
-
-
 class Penalized(L.Layer):
-    """A layer that adds a function of its input as a loss, by default the sum, not the mean over images."""
+    """A layer that adds a loss."""
 
-    def __init__(self, function=tf.reduce_sum, in_training_only=False):
-        super().__init__()
-        self.function, self.in_training_only = function, in_training_only
-
-    def call(self, x, training=False):
-        if training or not self.in_training_only:
-            self.add_loss(self.function(x))
+    def call(self, x):
+        self.add_loss(tf.reduce_mean(x**2))
         return x
 
 
@@ -131,12 +100,39 @@ def of_levels():
     return keras.Model(images, L.Dense(10)(L.Flatten()(L.Rescaling(1 / 255)(images))))
 
 
-def with_positions():
-    """Return a model with a layer whose output is a table, not a row for each image."""
+def cut_off(**options):
+    """Return a model with a convolution whose weights have no gradient, except that of a regularizer."""
     images = L.Input((24, 24, 3))
-    table = Computes(lambda x: tf.ones([5, 24, 24, 3]))(images)
-    pooled = Computes(lambda pair: pair[0] + tf.reduce_mean(pair[1], 0))([images, table])
-    return keras.Model(images, L.Dense(10)(L.Flatten()(pooled)))
+    stopped = Computes(tf.stop_gradient)(L.Conv2D(2, 3, name="stopped", **options)(images))
+    decayed = Computes(tf.stop_gradient)(L.Conv2D(2, 3, use_bias=False, kernel_regularizer="l2")(images))
+    return keras.Model(images, L.Dense(10)(L.Flatten()(stopped + decayed)))
+
+
+class Recomputed(L.Layer):
+    """A layer around one whose weights `tf.recompute_grad` does not see."""
+
+    def build(self, shape):
+        self.inner = L.Dense(4)
+        self.inner.build(shape)
+
+    def call(self, x):
+        return tf.recompute_grad(lambda y: self.inner(y))(x)
+
+
+def mean_of_softmaxes():
+    images = L.Input((24, 24, 3))
+    flat = L.Flatten()(images)
+    return keras.Model(images, (L.Dense(10, "softmax")(flat) + L.Dense(10, "softmax")(flat)) / 2)
+
+
+def normalized():
+    return net(L.Flatten(), L.Dense(10, "relu"), Computes(lambda x: x / tf.reduce_sum(x, 1, keepdims=True)), head=False)
+
+
+def checked(make, policy="float32", **options):
+    model = user_model.build_model(make, 24, 10, policy)
+    user_model.check_model(model, 24, 10, **options)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -144,109 +140,58 @@ def with_positions():
     [
         lambda: net(L.Conv2D(4, 3), L.BatchNormalization(), L.ReLU(), L.Dropout(0.5), Scaled()),
         lambda: net(L.GaussianNoise(0.1), L.RandomFlip(), L.RandomRotation(0.1), L.Conv2D(4, 3)),
-        lambda: net(Computes(lambda x: x + tf.ones([1, 24, 1, 1])), L.GroupNormalization(3), L.UnitNormalization()),
-        lambda: with_positions(),
+        lambda: net(L.GroupNormalization(3), L.Flatten(), L.Dense(10, "relu", kernel_initializer="zeros"), head=False),
+        lambda: cut_off(trainable=False),
         Subclassed,
     ],
 )
 def test_models_that_towers_can_train(make):
-    model = user_model.build_model(make, 24, 10, "float32")
+    model = checked(make)
     assert model(np.zeros((2, 24, 24, 3), "f4")).shape == (2, 10)
 
 
-def test_weights_without_a_gradient_are_named(caplog):
-    """A regularizer gives its kernel one."""
-
-    def make():
-        images = L.Input((24, 24, 3))
-        stopped = Computes(tf.stop_gradient)(L.Conv2D(2, 3, name="stopped")(images))
-        decayed = Computes(tf.stop_gradient)(L.Conv2D(2, 3, name="decayed", kernel_regularizer="l2")(images))
-        return keras.Model(images, L.Dense(10)(L.Flatten()(stopped + decayed)))
-
-    with caplog.at_level(logging.INFO, "cifar_towers"):
-        user_model.build_model(make, 24, 10, "float32")
-    assert "not trained, as they have no gradient: stopped/kernel, stopped/bias, decayed/bias" in caplog.text
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "cifar_towers"):
-        user_model.build_model(lambda: net(L.Conv2D(4, 3), L.BatchNormalization()), 24, 10, "float32")
-    assert not caplog.text
+NOT_A_WEIGHT = "uses a variable that is not a weight, and towers would share it: see .*"
+PROBABILITIES = "returns probabilities, and the loss takes logits"
+SYNCHRONIZED = {"synchronized": True}
 
 
 @pytest.mark.parametrize(
-    ("layer", "line"),
+    ("make", "options", "message"),
     [
-        (lambda: L.Rescaling(1 / 255, name="to_one"), "and to_one would normalize them again: leave that out"),
-        (lambda: keras.Sequential([L.Normalization(name="moments")]), "and moments would normalize them again"),
-        (lambda: Penalized(in_training_only=True), "a layer adds a loss in training only, so it is not checked"),
+        (lambda: net(Stateful(True, name="counter")), {}, NOT_A_WEIGHT + "counter"),
+        (lambda: net(Stateful(False, name="memory")), {}, NOT_A_WEIGHT + "memory"),
+        (lambda: net(Computes(partial(keras.random.dropout, rate=0.5))), {}, NOT_A_WEIGHT),
+        (lambda: net(classes=7), {}, r"output shape \(None, 7\), not \(None, 10\) of logits"),
+        (lambda: Subclassed(7), {}, r"output shape \(None, 7\), not \(None, 10\) of logits"),
+        (lambda: net(L.Conv2D(9, 3), head=False), {}, r"output shape \(None, 22, 22, 9\)"),
+        (lambda: net(L.Flatten(), L.Dense(10, "softmax"), head=False), {}, PROBABILITIES),
+        (mean_of_softmaxes, {}, PROBABILITIES),
+        (mean_of_softmaxes, {"policy": "mixed_bfloat16"}, PROBABILITIES),
+        (normalized, {}, PROBABILITIES),
+        (cut_off, {}, "weights without a gradient: stopped/kernel, stopped/bias; set trainable=False"),
+        (lambda: net(Recomputed()), {}, "weights without a gradient: .*kernel, .*bias"),
+        (of_levels, {}, "takes integers, and images come normalized"),
+        (lambda: net(L.Conv2D(2, 3, dtype="bfloat16", name="narrow")), {}, "narrow/kernel to 16 bits"),
+        (lambda: net(L.SpectralNormalization(L.Conv2D(2, 3))), {}, "trains .*kernel and also changes it"),
+        (lambda: Trained(), {}, "overrides train_step, which towers would not run; leave it out"),
+        (lambda: net(L.BatchNormalization(synchronized=True, name="norm")), {}, "synchronized layer norm"),
+        (lambda: net(OwnNorm(name="own")), SYNCHRONIZED, "does not reach .*own/mean, of no BatchNormalization"),
+        (lambda: 3, {}, "returns int, not a Keras model"),
     ],
 )
-def test_what_is_not_refused_is_logged(caplog, layer, line):
-    log_once.cache_clear()
-    with caplog.at_level(logging.INFO, "cifar_towers"):
-        user_model.build_model(lambda: net(layer()), 24, 10, "float32")
-    assert len(caplog.messages) == 1 and line in caplog.text
+def test_models_that_towers_would_train_wrongly_are_refused(make, options, message):
+    with pytest.raises(UsageError, match=f"^--(model|batch_statistics).*{message}"):
+        checked(make, **options)
 
 
-def test_a_scale_behind_the_first_weights_is_not_logged(caplog):
-    log_once.cache_clear()
-    with caplog.at_level(logging.INFO, "cifar_towers"):
-        user_model.build_model(lambda: net(L.Conv2D(4, 3), L.Rescaling(1 / 9)), 24, 10, "float32")
-    assert not caplog.text
-
-
-NOT_A_WEIGHT = "uses a variable that is not a weight of the model"
-UNSEEDED = "returns other values in a second call .* draws random numbers without a seed"
-HEAD_OF_PROBABILITIES = L.Dense(10, "softmax", name="shares")
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: net(Computes(noisy, name="grain")), f"layer grain {UNSEEDED}"),
-        (lambda: net(Computes(partial(noisy, seed=3), name="grain")), f"layer grain {UNSEEDED}"),
-        (lambda: net(Computes(noisy, name="grain"), Scaled(name="grain_1")), f"layer grain {UNSEEDED}"),
-        (lambda: net(Scaled(), Computes(drawn_once, name="print")), f"layer print {UNSEEDED}"),
-        (lambda: Subclassed(first=Computes(noisy)), f"layer subclassed.* {UNSEEDED}"),
-        (lambda: net(Computes(partial(keras.random.dropout, rate=0.5), name="drop")), f"layer drop {NOT_A_WEIGHT}"),
-        (lambda: net(Stateful(True, name="counter")), f"layer counter {NOT_A_WEIGHT}"),
-        (lambda: net(Stateful(False, name="memory")), f"layer memory {NOT_A_WEIGHT}"),
-        (lambda: net(Once(name="once")), "two towers cannot call it on 24x24 images: .*I can be called once"),
-        (lambda: net(classes=7), r"layer head has an output of shape \(7,\) per image; 10 classes need \(10,\)"),
-        (lambda: Subclassed(7), r"layer logits has an output of shape \(7,\) per image"),
-        (
-            lambda: net(L.Conv2D(9, 3, name="last"), head=False),
-            r"layer last has an output of shape \(22, 22, 9\) per image",
-        ),
-        (lambda: net(L.Flatten(), HEAD_OF_PROBABILITIES, head=False), "layer shares ends in softmax"),
-        (
-            lambda: net(Computes(lambda x: x - tf.reduce_mean(x, 0), name="center")),
-            "layer center depends on how a batch",
-        ),
-        (lambda: net(Penalized()), "a loss that a layer adds depends on how a batch is split"),
-        (lambda: net(Penalized(lambda x: tf.reduce_mean(x, [1, 2, 3]))), "a loss that a layer adds depends on how"),
-        (of_levels, "its keras.Input is uint8, and images come normalized, as floats; leave out dtype="),
-        (lambda: net(L.Conv2D(2, 3, dtype="bfloat16", name="narrow")), "narrow/kernel is bfloat16, .* leave out the"),
-        (lambda: net(L.Conv2D(2, 3, dtype="float16", name="narrow")), "narrow/kernel is float16, .* --precision"),
-        (lambda: net(L.SpectralNormalization(L.Conv2D(2, 3))), "conv2d.*/kernel is trainable and also written"),
-        (lambda: Measured(), "it overrides compute_metrics, which towers would not run"),
-        (lambda: Trained(), "it overrides train_step, which towers would not run; leave it out"),
-        (lambda: net(image_size=32), r"expected shape=\(None, 32, 32, 3\)"),
-        (lambda: net(L.Flatten(), L.Lambda(lambda x: x[:, :10]), head=False), "it has no weights to train"),
-        (lambda: 3, "it returns int, not a Keras model"),
-        (lambda: 1 / 0, "the model cannot be built: test_user_model.py, line .*ZeroDivisionError"),
-    ],
-)
-def test_models_that_towers_cannot_train_are_rejected_in_one_line(make, message):
-    with pytest.raises(UsageError, match=message) as caught:
-        user_model.build_model(make, 24, 10, "float32")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("make", [lambda: net(Computes(noisy)), lambda: net(Stateful(False)), Trained])
-def test_a_model_that_is_not_to_be_trained_is_not_checked(make):
-    """Load a run of a model that was accepted when it was trained."""
-    model = user_model.build_model(make, 24, 10, "float32", to_train=False)
-    assert model(np.zeros((2, 24, 24, 3), "f4")).shape == (2, 10)
+def test_a_net_that_an_earlier_run_may_have_trained_is_refused():
+    """Also a part of one, and one that gets its variables in the first call."""
+    whole, backbone = net(), L.Conv2D(2, 3, name="backbone")
+    part = lambda: net(backbone)  # noqa: E731
+    checked(part)
+    for make, variable in ((lambda: whole, "head/kernel"), (part, "backbone/kernel")):
+        with pytest.raises(UsageError, match=f"must make a new net in each call, and .*{variable} was made before"):
+            checked(make)
 
 
 def test_arguments_are_passed_by_name():
@@ -260,33 +205,29 @@ def test_arguments_are_passed_by_name():
 
 def test_a_sequential_model_becomes_a_graph_of_its_layers():
     """Stages, activations and the features before the last layer need this graph."""
-    sequential = net(L.Conv2D(4, 3, name="first"))
-    model = user_model.build_model(lambda: sequential, 24, 10, "float32")
+    made = []
+
+    def make():
+        made.append(net(L.Conv2D(4, 3, name="first")))
+        return made[0]
+
+    model = checked(make)
     assert [layer.name for layer in model.layers[1:]] == ["first", "flat", "head"]
-    names = [variable.path for variable in sequential.variables]
-    assert [variable.path for variable in model.variables] == names  # as in checkpoints
+    assert [v.path for v in model.variables] == [v.path for v in made[0].variables]  # as in checkpoints
 
 
 def test_a_model_with_a_graph_is_trained_with_its_own_call():
     """Training and evaluation rebuild models with more outputs."""
-    own = OwnCall()
-    model = user_model.build_model(lambda: own, 24, 10, "float32")
+    model = checked(OwnCall)
     rebuilt, images = keras.Model(model.input, model.output), np.random.default_rng(0).random((2, 24, 24, 3), "f4")
-    kernel, bias = (variable.numpy() for variable in own.trainable_variables)
+    kernel, bias = (variable.numpy() for variable in model.trainable_variables)
     np.testing.assert_allclose(rebuilt(images), 2 * images.reshape(2, -1) @ kernel + bias, atol=1e-5)
-    assert {v.path for v in rebuilt.variables} == {v.path for v in own.variables}
+    assert {v.path for v in rebuilt.variables} == {v.path for v in model.variables}
 
 
 def test_adds_losses():
-    assert user_model.adds_losses(net(L.Conv2D(2, 3, kernel_regularizer="l2")), 24)
-    assert not user_model.adds_losses(net(L.Conv2D(2, 3), L.Dropout(0.1)), 24)
-
-
-def test_statistics_of_own_layers_are_found():
-    mixed = net(OwnNorm(name="own"), L.BatchNormalization(), L.Dropout(0.1))
-    (path,) = user_model.own_statistics(mixed, 24)
-    assert path.endswith("own/mean")
-    assert not user_model.own_statistics(net(L.BatchNormalization(), BatchNorm(), Scaled(), L.Normalization()), 24)
+    for layer, adds in ((L.Conv2D(2, 3, kernel_regularizer="l2"), True), (Penalized(), True), (L.Dropout(0.1), False)):
+        assert user_model.adds_losses(net(layer), 24) == adds
 
 
 class Narrow(L.BatchNormalization):

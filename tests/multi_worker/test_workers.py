@@ -144,14 +144,6 @@ def test_checkpoint_moves_from_workers_to_towers_and_back(shared, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_error_of_a_callback_ends_all_workers(tmp_path, start_worker):
-    (tmp_path / "mine.py").write_text("def fail(step, metrics):\n    raise ValueError('no more')\n")
-    workers = [start_worker(index, f"--callback={tmp_path / 'mine.py'}:fail") for index in range(2)]
-    for output in [worker.communicate(timeout=300)[0] for worker in workers]:
-        assert lines_with(output, "ValueError: no more", "saved step 1", "resumes"), output
-    assert [worker.returncode for worker in workers] == [1, 1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["TF_CONFIG", "Slurm", "flags"])
 def test_cluster_from_each_source(flags, tmp_path, source, start_worker):

@@ -1,7 +1,6 @@
 """Runs that cannot start or go on: the error names the reason and what to type."""
 
 import shutil
-from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -9,11 +8,8 @@ import tensorflow as tf
 
 from cifar_towers import trainer
 from cifar_towers.errors import DataError, UsageError
-from tests.configs import net
-from tests.messages import lines_with
 from tests.runs.short_runs import TINY, run
 
-SYNCHRONIZED = "layer norm is made with synchronized=True, .*give --batch_statistics=synchronized"
 OOM = tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor\nwith shape [1024,64]")
 
 
@@ -28,8 +24,6 @@ def test_too_little_memory_is_explained(tmp_path, monkeypatch):
     [
         ({"train_dir": "file/run"}, "Not a directory"),
         ({"soft_placement": False}, "2 towers need 2 GPUs"),
-        ({"model": net("synchronized")}, SYNCHRONIZED),
-        ({"model": net("synchronized"), "strategy": "mirrored"}, SYNCHRONIZED),
     ],
 )
 def test_run_that_cannot_start_leaves_no_directory(tmp_path, monkeypatch, settings, message):
@@ -57,14 +51,3 @@ def test_validation_images_that_vanish_or_appear_are_changed_data(tmp_path, smal
     with pytest.raises(DataError, match=refused):
         run(TINY, tmp_path / "without", **on_photos)
     assert run(TINY, tmp_path / "with", **on_photos)["step"] == 1  # with its images it goes on
-
-
-@pytest.mark.parametrize("strategy", ["towers", "mirrored"])
-def test_a_norm_of_the_users_own_counts_as_batch_norm(tmp_path, caplog, strategy):
-    """It sees one tower's images, and smaller parts of a batch are another function."""
-    caplog.set_level("INFO", "cifar_towers")
-    config = replace(TINY, model=net("own_norm"), num_gpus=2, strategy=strategy)
-    run(config, tmp_path / "one", max_steps=1, batch_statistics="synchronized")
-    assert lines_with(caplog.text, "batch_statistics=synchronized does not reach own/mean", "no BatchNormalization")
-    with pytest.raises(UsageError, match="batch_statistics synchronized -> mean"):
-        run(config, tmp_path / "one", max_steps=2)
