@@ -76,7 +76,7 @@ def _device_options(config: DeviceConfig) -> dict:
     """Make TensorFlow deterministic if the config asks for it; return the options of `make_towers`."""
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
-    names = ("soft_placement", "gpu_memory_growth", "gpu_memory_limit_mb", "intra_op_threads")
+    names = ("soft_placement", "gpu_memory_limit_mb")
     return {name: getattr(config, name) for name in names}
 
 

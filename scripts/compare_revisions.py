@@ -45,7 +45,7 @@ RUNS = {  # flags that both revisions have
         --hard_example_pool=64 --num_gpus=2""",
     "resnet20-synchronized": "--model=resnet20 --batch_statistics=synchronized --shift=4 --num_gpus=2",
     "mirrored": f"--model=speednet93 {SPEEDNET} --strategy=mirrored --num_gpus=2",
-    "pipeline": "--model=resnet20 --parallelism=model --micro_batches=2 --num_gpus=2",
+    "pipeline": "--model=resnet20 --strategy=stages --micro_batches=2 --num_gpus=2",
     "resume": "--model=speednet93 --ema_decay=0.9 --lookahead --cutout=4 --num_gpus=1",
 }
 MAX_STEPS = {"resume": (7, 12)}  # one process each, in one train_dir: the second resumes in the middle of an epoch

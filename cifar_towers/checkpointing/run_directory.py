@@ -198,7 +198,6 @@ def run_facts(config: TrainConfig, precision: str, num_towers: int, threads: int
         "towers": num_towers,
         "threads": threads,
         "strategy": config.strategy,
-        "parallelism": config.parallelism,
         **{f"code of {setting}": digest for setting, digest in code_digests(config).items()},
     }
 

@@ -25,7 +25,7 @@ RUN_FIELDS = (
     *("images_per_sec", "minutes", "revision"),
 )
 EXPORT_FORMATS = ("saved_model", "keras", "litert", "onnx")
-VARIED = ("strategy", "variable_placement", "parallelism", "num_gpus")  # by the benchmark
+VARIED = ("strategy", "variable_placement", "num_gpus")  # by the benchmark
 CLUSTER = names_with(TrainConfig, group="Cluster")
 OF_WHOLE_RUNS = ("seeds", "target_accuracy")
 _run, _data, _evaluation = settings_of("Run"), settings_of("Data"), settings_of("Evaluation")

@@ -160,19 +160,8 @@ class DeviceConfig:
         high=1024,
     )
     soft_placement: bool = _towers.free(True, "logical devices in place of missing GPUs", per_run=True)
-    gpu_memory_growth: bool = _towers.free(
-        True, "allocation of GPU memory as it is needed, instead of all at the start", per_worker=True, per_run=True
-    )
     gpu_memory_limit_mb: int = _towers.free(
         0, "maximum memory on each GPU in MB; 0: no limit", low=0, per_worker=True, per_run=True
-    )
-    intra_op_threads: int = _towers.free(
-        0,
-        "threads inside one operation; 0: the cores divided among the CPU towers",
-        low=0,
-        high=1024,
-        per_worker=True,
-        per_run=True,
     )
     deterministic: bool = _towers.free(
         False, "bit-identical results guaranteed by TensorFlow, which fails where an operation cannot give them"
@@ -194,9 +183,10 @@ class TrainConfig(DeviceConfig):
 
     strategy: str = _towers.free(
         "towers",
-        "way to combine gradients: towers share variables; mirrored and multi_worker are replicas of tf.distribute, "
-        "each with its own copy of the variables, in one process or in one process per worker",
-        choices=("towers", "mirrored", "multi_worker"),  # every strategy trains the same function on as many towers
+        "use of the devices: towers share the batch and the variables; mirrored and multi_worker are replicas of "
+        "tf.distribute, each with its own copy of the variables, in one process or in one process per worker; stages "
+        "hold parts of one net",
+        choices=("towers", "mirrored", "multi_worker", "stages"),
     )
     variable_placement: str = _towers.free(
         "",
@@ -216,11 +206,6 @@ class TrainConfig(DeviceConfig):
         low=1,
         high=1024,
     )
-    parallelism: str = _towers.free(
-        "data",
-        "work split over the devices: data, the batch; model, pipeline stages of the net",
-        choices=("data", "model"),
-    )
     log_device_placement: bool = _towers.free(
         False, "logged device of each variable and tower", per_worker=True, per_run=True
     )
@@ -231,7 +216,6 @@ class TrainConfig(DeviceConfig):
     worker_index: int = _cluster.free(
         -1, "index of this process; worker 0 writes train_dir; -1: from TF_CONFIG or Slurm's variables", low=-1
     )
-    worker_wait_seconds: float = _cluster.free(25.0, "longest wait for all workers at the start, in seconds", low=1)
 
     recipe: str = _run.free(
         "", "recipe to train, a file in configs/; default: speed94, unless --model or --flagfile is given"
@@ -440,7 +424,7 @@ class TrainConfig(DeviceConfig):
 
     def num_towers(self, num_devices: int) -> int:
         """Return the number of towers on so many devices: one if the devices hold stages of the model."""
-        return num_devices if self.parallelism == "data" else 1
+        return 1 if self.strategy == "stages" else num_devices
 
     def check_shares(self, num_devices: int) -> None:
         """Check that the towers on this many devices, and their micro-batches, can share a batch."""
@@ -451,7 +435,7 @@ class TrainConfig(DeviceConfig):
         """Return (the largest number of towers that can share a batch, the reason if it is below `num_devices`)."""
         reason = self._describe_uneven_shares(num_devices)
         even = [towers for towers in range(1, num_devices) if not self._describe_uneven_shares(towers)]
-        return (even[-1], reason) if reason and even and self.parallelism == "data" else (num_devices, "")
+        return (even[-1], reason) if reason and even and self.strategy != "stages" else (num_devices, "")
 
     def _describe_uneven_shares(self, num_towers: int) -> str:
         """Return an error message with the nearest sizes if the batch cannot be divided evenly; otherwise empty."""
@@ -482,10 +466,6 @@ def _has_wrong_sizes(config: TrainConfig) -> bool:
     return not is_possible or sizes[-1] != config.image_size  # the size of evaluation
 
 
-def _shares_no_batch(config: TrainConfig) -> bool:
-    return config.strategy != "towers" or config.parallelism == "model"
-
-
 CONFLICTS: tuple[tuple[Callable[[TrainConfig], Any], str], ...] = (  # (condition, message that may name settings)
     (
         _has_wrong_sizes,
@@ -513,20 +493,16 @@ CONFLICTS: tuple[tuple[Callable[[TrainConfig], Any], str], ...] = (  # (conditio
         "settings of a cluster need --strategy=multi_worker; give it too, or leave them out",
     ),
     (
-        lambda c: c.batch_statistics == "synchronized" and (c.micro_batches != 1 or c.parallelism == "model"),
-        "batch_statistics=synchronized needs the whole batch at once; leave micro_batches and parallelism",
+        lambda c: c.batch_statistics == "synchronized" and (c.micro_batches != 1 or c.strategy == "stages"),
+        "batch_statistics=synchronized needs the whole batch at once; leave micro_batches and strategy=stages",
     ),
     (
-        lambda c: c.parallelism == "model" and c.strategy != "towers",
-        "parallelism=model has one copy of the model; leave strategy={strategy}",
+        lambda c: c.strategy != "towers" and c.variable_placement not in ("", "cpu"),
+        "variable_placement={variable_placement} is for strategy=towers",
     ),
     (
-        lambda c: _shares_no_batch(c) and c.variable_placement not in ("", "cpu"),
-        "variable_placement={variable_placement} is for strategy=towers with parallelism=data",
-    ),
-    (
-        lambda c: _shares_no_batch(c) and c.hard_example_pool,
-        "hard_example_pool={hard_example_pool} is for strategy=towers with parallelism=data",
+        lambda c: c.strategy != "towers" and c.hard_example_pool,
+        "hard_example_pool={hard_example_pool} is for strategy=towers",
     ),
 )
 

@@ -22,6 +22,7 @@ from cifar_towers.errors import Interrupted, RunError, WorkerLostError, error_li
 from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec, Workers
 from cifar_towers.towers.devices import describe_out_of_memory
 
+JOIN_TIMEOUT_SECONDS = 60  # for the last worker to come
 HEARTBEAT_TIMEOUT_SECONDS = 10  # a worker that is silent for so long is lost
 POLL_SECONDS = 0.1  # between checks for signals while this worker waits for others
 EXIT_GRACE_SECONDS = 1.0  # for an error to reach the other workers before this one closes its connections
@@ -33,13 +34,11 @@ END = re.compile(r"exit code (\d+): ([^\n]*)")
 
 
 @contextlib.contextmanager
-def connect(
-    cluster: ClusterSpec | None, make_devices: Callable[[], Any], timeout_seconds: float
-) -> Iterator[tuple[Workers, Any]]:
+def connect(cluster: ClusterSpec | None, make_devices: Callable[[], Any]) -> Iterator[tuple[Workers, Any]]:
     """Join the workers of a cluster, or work alone without one. An error of one worker ends all with the same line.
 
     Yield the workers and this worker's `Devices` from `make_devices`; their `strategy` joins all workers. The last
-    worker has `timeout_seconds` to come.
+    worker has `JOIN_TIMEOUT_SECONDS` to come.
 
     Raises:
       WorkerLostError: a worker did not come in time, or was lost later.
@@ -50,7 +49,7 @@ def connect(
         return
     try:
         cluster.log("waits for the other workers")
-        _configure_service(cluster.size, timeout_seconds)
+        _configure_service(cluster.size)
         devices = make_devices()
         gather = _make_gather(devices.strategy)
         workers = Workers(cluster, gather)
@@ -131,12 +130,12 @@ def _make_gather(strategy: tf.distribute.Strategy) -> Callable[[Any], list]:
 # TensorFlow's coordination service: these parts of TensorFlow 2.21 have no public API ---------------------------------
 
 
-def _configure_service(num_workers: int, timeout_seconds: float) -> None:
+def _configure_service(num_workers: int) -> None:
     """Enable the service, with its heartbeats, for the strategy that is made next, which waits for all workers."""
     context.context().configure_coordination_service(
         service_type="standalone",
         service_leader=f"/job:{JOB}/replica:0/task:0",
-        cluster_register_timeout_in_ms=round(1000 * timeout_seconds),
+        cluster_register_timeout_in_ms=1000 * JOIN_TIMEOUT_SECONDS,
         heartbeat_timeout_in_ms=1000 * HEARTBEAT_TIMEOUT_SECONDS,
         coordinated_jobs=[coordination_config_pb2.CoordinatedJob(name=JOB, num_tasks=num_workers)],
     )

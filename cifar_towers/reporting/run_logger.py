@@ -73,7 +73,7 @@ class RunInfo:
             devices = f"{num_towers // len(self.local_towers)} workers"
         parts = f"{config.micro_batches} x " if config.micro_batches > 1 else ""
         images = f"{parts}{config.batch_size // num_towers // config.micro_batches} images"
-        stages = f" in {len(self.local_towers)} stages" if config.parallelism == "model" else ""
+        stages = f" in {len(self.local_towers)} stages" if config.strategy == "stages" else ""
         mirrored = ", mirrored" if config.strategy == "mirrored" else ""
         return f"{count(num_towers, 'tower')} of {images}{stages} on {devices}{mirrored}"
 

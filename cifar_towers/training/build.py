@@ -179,7 +179,7 @@ def make_training(
         with strategy.scope():
             state, loss_fn = make_state_fn()
         return state, make_mirrored_step(strategy, state, towers, loss_fn, augmentation, parts), towers
-    if config.parallelism == "model":
+    if config.strategy == "stages":
         devices = [tower.device for tower in towers]
         with stage_placement(lambda: make_model(config, precision, train.info), devices, open_size=image_size):
             state, loss_fn = make_state_fn()
@@ -211,7 +211,7 @@ def resolve_placement(config: TrainConfig, towers: Sequence[Tower]) -> str:
 def _cut_in_stages(state: TrainState, devices: Sequence[str], image_size: int) -> Sequence[Stage]:
     """Cut the model into stages, one on each device."""
     if OWN in state.loss_averages.sums:
-        raise UsageError("parallelism=model cannot train a net that adds losses of its own, as regularizers do")
+        raise UsageError("strategy=stages cannot train a net that adds losses of its own, as regularizers do")
     return cut_in_stages(state.model, devices, open_size=image_size)
 
 

@@ -57,10 +57,9 @@ USAGE_ERRORS = {
         (["--epochs=0"], "leave nothing to do"),
         (["--worker_index=1"], "settings of a cluster need --strategy=multi_worker"),
         (["--batch_statistics=synchronized", "--micro_batches=2"], "needs the whole batch at once"),
-        (["--batch_statistics=synchronized", "--parallelism=model"], "needs the whole batch at once"),
-        (["--parallelism=model", "--strategy=mirrored"], "leave strategy=mirrored"),
+        (["--batch_statistics=synchronized", "--strategy=stages"], "needs the whole batch at once"),
         (["--strategy=mirrored", "--variable_placement=round_robin"], "is for strategy=towers with parallelism=data"),
-        (["--parallelism=model", "--hard_example_pool=4096"], "is for strategy=towers with parallelism=data"),
+        (["--strategy=stages", "--hard_example_pool=4096"], "is for strategy=towers"),
     ],
     BenchmarkConfig: [
         (["--towers=1,two"], "towers=1,two is not a list of whole numbers"),
@@ -190,7 +189,7 @@ def test_default_number_of_towers_divides_the_batch():
     assert TrainConfig(batch_size=1024).default_num_towers(8) == (8, "")
     assert TrainConfig(batch_size=1000, hard_example_pool=1500).default_num_towers(8)[0] == 5
     assert TrainConfig(batch_size=1001, micro_batches=2).default_num_towers(2) == (2, "")  # no number divides it
-    assert TrainConfig(batch_size=1024, parallelism="model").default_num_towers(7) == (7, "")
+    assert TrainConfig(batch_size=1024, strategy="stages").default_num_towers(7) == (7, "")
     with pytest.raises(UsageError, match=f"{why}$"):
         TrainConfig(batch_size=1024, num_gpus=7)
 
@@ -231,7 +230,7 @@ def test_settings_of_data_model_and_optimizer_belong_to_the_recipe():
 def test_workers_share_the_recipe_but_not_their_own_paths_and_addresses():
     shared = shared_settings(TrainConfig(train_dir="here", seed=3))
     assert shared["seed"] == 3 and shared.keys() >= set(names_with(TrainConfig, on_resume="refuse"))
-    assert not shared.keys() & {"train_dir", "data_dir", "workers", "worker_index", "intra_op_threads"}
+    assert not shared.keys() & {"train_dir", "data_dir", "workers", "worker_index"}
 
 
 def test_repetitions_of_an_experiment_differ_in_seed_and_reporting_only():

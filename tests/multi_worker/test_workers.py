@@ -28,7 +28,7 @@ start = functools.partial(programs.start, stderr=subprocess.STDOUT)
 @pytest.fixture
 def shared(small_folder):
     """Return the flags of all runs here."""
-    flags = "--batch_size=24 --precision=float32 --intra_op_threads=1 --epochs=1000 --eval_every_epochs=0"
+    flags = "--batch_size=24 --precision=float32 --epochs=1000 --eval_every_epochs=0"
     return [f"--dataset={small_folder}", *flags.split()]
 
 
@@ -184,7 +184,7 @@ UNREACHABLE = r"lost: worker {} of 2 \({}\) cannot be reached"
 )
 def test_bad_cluster_ends_every_worker_with_one_line(start_worker, started, codes, lines):
     addresses, begun = [*start_worker.addresses, *free_addresses(1)], time.monotonic()
-    processes = [start_worker(i, "--worker_wait_seconds=8", flag.format(*addresses)) for i, flag in started]
+    processes = [start_worker(i, flag.format(*addresses)) for i, flag in started]
     outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
     assert time.monotonic() - begun < 60
     assert [process.returncode for process in processes] == codes, outputs

@@ -62,7 +62,7 @@ def test_nonfinite_batch_skips_only_its_update(tmp_path, inject_nan, capsys):
     [
         ({"strategy": "mirrored"}, " of tower_1"),
         ({"micro_batches": 2}, " of tower_1"),
-        ({"parallelism": "model", "micro_batches": 4, "model": "cifarnet"}, " of tower_0"),
+        ({"strategy": "stages", "micro_batches": 4, "model": "cifarnet"}, " of tower_0"),
         pytest.param(
             {"batch_size": 50, "hard_example_pool": 200}, "proxy: cross_entropy of tower_1", marks=pytest.mark.slow
         ),

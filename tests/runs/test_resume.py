@@ -143,7 +143,7 @@ def test_checkpoint_restores_the_same_weights_under_every_strategy(tmp_path):
     saved = run(config, tmp_path, num_gpus=4, variable_placement="least_loaded")
     for settings in (
         {"num_gpus": 2, "strategy": "mirrored"},
-        {"num_gpus": 2, "parallelism": "model"},
+        {"num_gpus": 2, "strategy": "stages"},
         {"num_gpus": 2, "variable_placement": "round_robin"},
     ):
         (tmp_path / "result.json").unlink()  # otherwise it is complete and nothing is read

@@ -25,7 +25,7 @@ def make_run(towers, examples, **settings):
         (2, {}),
         (1, {"micro_batches": 2}),
         (2, {"strategy": "mirrored"}),
-        (2, {"parallelism": "model", "micro_batches": 2}),
+        (2, {"strategy": "stages", "micro_batches": 2}),
     ],
 )
 def test_diagnostics_describe_their_own_step(towers, examples, count, settings):

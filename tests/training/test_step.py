@@ -272,7 +272,7 @@ def test_model_losses_are_added_once(towers, examples):
 
 
 def test_more_stages_than_layers_is_a_usage_error(examples):
-    config = cifarnet(parallelism="model")
+    config = cifarnet(strategy="stages")
     devices = [Tower(index, "/CPU:0") for index in range(11)]
     with pytest.raises(UsageError, match="11 stages.* cifarnet .*10"):
         build.make_training(config, devices, "float32", examples, RunLength(10, 10, 10))
