@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.program import checked_output, find_data, import_tensorflow, parse, program, start_tool
@@ -19,6 +20,9 @@ from cifar_towers.evaluation.score import describe_score, reported_score
 from cifar_towers.multi_worker import cluster_spec, launcher
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
 from cifar_towers.signals import StopSignals
+
+if TYPE_CHECKING:
+    from cifar_towers.data.sources import Source
 
 log = logging.getLogger(__name__)
 
@@ -54,17 +58,14 @@ def start_training(
     What can be refused without TensorFlow is refused before it is imported, which takes seconds.
     """
     from cifar_towers.checkpointing.run_directory import open_run
-    from cifar_towers.data import sources
     from cifar_towers.reporting.phase_timer import PhaseTimer
 
     timer = PhaseTimer()  # TensorFlow's import is a part of the start
-    source = sources.find(config.dataset, config.data_dir)
+    source, config = locate(config)
     with contextlib.ExitStack() as stack:
         if cluster and cluster.index:  # worker 0 alone writes the run
             directory = tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{cluster.index}-")
             config = dataclasses.replace(config, train_dir=stack.enter_context(directory))
-        elif source.banner and not config.train_dir:  # synthetic data in place of CIFAR-10
-            config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
         run = stack.enter_context(open_run(config))
         if result := None if cluster else run.stored_result():
             score = describe_score(reported_score(result["evaluations"]) or {})
@@ -75,6 +76,16 @@ def start_training(
         from cifar_towers import trainer
 
         return trainer.train(config, source, run, signals, cluster, callbacks, make_handle, timer)
+
+
+def locate(config: TrainConfig) -> tuple["Source", TrainConfig]:
+    """Locate the data of a run. If synthetic data replace CIFAR-10, the default directory says so."""
+    from cifar_towers.data import sources
+
+    source = sources.find(config.dataset, config.data_dir)
+    if source.banner and not config.train_dir:
+        config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
+    return source, config
 
 
 def train_seeds(config: TrainConfig) -> None:
@@ -94,7 +105,7 @@ def train_seeds(config: TrainConfig) -> None:
     seeds = parse_seeds(config.seeds)
     runs = [config.of_seed(seed) for seed in seeds]
     for run in runs if config.overwrite else []:  # all at once: a later start without it resumes them
-        with open_run(run) as directory:
+        with open_run(locate(run)[1]) as directory:
             directory.clear()
     for run in runs:
         try:
