@@ -18,7 +18,7 @@ from PIL import Image
 import cifar_towers
 from cifar_towers import api
 from cifar_towers.data import synthetic
-from cifar_towers.errors import DataError, RunError, UsageError
+from cifar_towers.errors import RunError, UsageError
 from cifar_towers.models import user_model
 from cifar_towers.reporting.run_logger import CallbackError
 from tests.configs import TINY_NET, net
