@@ -19,15 +19,10 @@ def to_stock_layers(model: keras.Model) -> keras.Model:
     """Return a model of stock layers with the same weights and outputs in evaluation; `model` itself if it is one."""
     if not any(type(layer) in STOCK_EQUIVALENTS for layer in model.layers):
         return model
-    return replace_layers(model, STOCK_EQUIVALENTS)
-
-
-def replace_layers(model: keras.Model, equivalents: dict[type, Callable[..., LayerAndWeights]]) -> keras.Model:
-    """Copy a model with its weights, and replace the layers whose types are in `equivalents`."""
     weights: dict[str, list[np.ndarray]] = {}
 
     def clone(layer: keras.layers.Layer) -> keras.layers.Layer:
-        copy, weights[layer.name] = equivalents.get(type(layer), clone_layer)(layer)
+        copy, weights[layer.name] = STOCK_EQUIVALENTS.get(type(layer), _same_layer)(layer)
         return copy
 
     copy = keras.models.clone_model(model, clone_function=clone)
@@ -36,7 +31,7 @@ def replace_layers(model: keras.Model, equivalents: dict[type, Callable[..., Lay
     return copy
 
 
-def clone_layer(layer: keras.layers.Layer) -> LayerAndWeights:
+def _same_layer(layer: keras.layers.Layer) -> LayerAndWeights:
     """Return a layer of the same type and configuration, and the weights of `layer`."""
     return type(layer).from_config(_settings(layer)), layer.get_weights()
 
