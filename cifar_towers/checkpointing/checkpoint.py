@@ -56,7 +56,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     content = path.read_bytes()
     try:
         with np.load(io.BytesIO(content)) as archive:
-            if damaged := archive.zip.testzip():  # np.load may not read to the end of an entry, where its CRC is checked
+            if damaged := archive.zip.testzip():  # np.load checks a CRC only if it reads an entry to its end
                 raise ValueError(f"{damaged} has another CRC")
             values = {name: archive[name] for name in archive.files}
         metadata = json.loads(str(values.pop(METADATA)))
