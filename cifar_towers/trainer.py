@@ -230,6 +230,7 @@ class Run:
             self.save_if_due,
             self.note_target,
             self.stop_after_callback_error,
+            self.note_signal,
         ]
         self.evaluations: list[dict] = []
         self.reached = 0.0
@@ -364,12 +365,8 @@ class Run:
     # What happens after a step
 
     def check_and_log(self, step: int, finished: Sequence[FinishedStep]) -> None:
-        """Check and log the steps whose metrics have arrived, and note a signal to stop."""
-        if self.workers.size == 1:
-            self.stop_signal = self.signals.received
+        """Check and log the steps whose metrics have arrived."""
         for each in finished:
-            if self.workers.size > 1:
-                self.stop_signal = int(each.metrics.stop_signal)
             try:
                 self.health.check(each)
             except DivergedError as error:
@@ -424,6 +421,11 @@ class Run:
             if self.save_now(step):
                 self.log(f"a callback failed; saved step {step}: {AGAIN}")
             raise self.callbacks.error
+
+    def note_signal(self, step: int, finished: Sequence[FinishedStep]) -> None:
+        """Note a signal to stop, also one during the hooks before: on a cluster, the one that the step exchanged."""
+        is_cluster = self.workers.size > 1
+        self.stop_signal = int(finished[-1].metrics.stop_signal) if is_cluster else self.signals.received
 
     # Evaluating and saving
 

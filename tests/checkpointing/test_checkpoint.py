@@ -16,7 +16,7 @@ from cifar_towers.checkpointing.checkpoint import (
 from cifar_towers.errors import DataError, UsageError
 
 VALUES = {
-    "model.conv1.kernel": np.random.default_rng(0).normal(size=(3, 3, 4)).astype(np.float32),
+    "model.conv1.kernel": np.random.default_rng(0).normal(size=(9, 80, 4)).astype(np.float32),
     "model.a/b.c": np.array([1, 2], np.uint32),
     "step": np.int64(12),
 }
@@ -45,10 +45,16 @@ def test_numpy_alone_reads_it(tmp_path):
 
 
 def faults_of(content):
-    """Yield contents with one fault of a disk each: a flipped bit anywhere, a cut, zeros, another end."""
+    """Yield contents with one fault of a disk each: a flipped bit, a cut, zeros, another end.
+
+    The bits are all those of an array's header and of the archive's end, and random ones.
+    """
     generator = random.Random(0)
-    for _ in range(400):
-        place, bit = generator.randrange(len(content)), generator.randrange(8)
+    header = content.index(b"NUMPY")
+    places = [*range(header, header + 127), *range(len(content) - 22, len(content))]
+    bits = [(place, bit) for place in places for bit in range(8)]
+    bits += [(generator.randrange(len(content)), generator.randrange(8)) for _ in range(400)]
+    for place, bit in bits:
         yield content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
     for _ in range(50):
         place = generator.randrange(len(content))

@@ -17,12 +17,9 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
-from tests.faults import goodput, harness, subjects
+from tests.faults import harness, subjects
 
-MODULES = (
-    *("saving", "damage", "data_damage", "fulldisk", "nan_injection", "bit_flips", "leak_check"),
-    *("runs", "signals", "cluster", "goodput"),
-)
+MODULES = ("saving", "damage", "data_damage", "fulldisk", "nan_injection", "leak_check", "runs", "signals", "cluster")
 
 
 def main() -> int:
@@ -40,7 +37,7 @@ def main() -> int:
         for experiment in importlib.import_module(f"tests.faults.{name}").EXPERIMENTS:
             if re.search(args.only, experiment.name):
                 harness.run(experiment, log, long=args.long, seed=args.seed)
-    tables = harness.results_table(log), harness.response_times(log), goodput.table(log)
+    tables = harness.results_table(log), harness.response_times(log)
     text = "\n\n".join(filter(None, tables))
     (out / "table.md").write_text(text + "\n")
     print(text)

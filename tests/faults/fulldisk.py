@@ -6,6 +6,7 @@ trial can be repeated. Needs root, to mount the disk, and strace, to make calls 
 
 import contextlib
 import functools
+import hashlib
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 from cifar_towers import files
 from cifar_towers.checkpointing import checkpoint
+from cifar_towers.errors import DataError
 from tests.faults import harness, hooks, runs, tracing
 from tests.faults.harness import Child, Experiment, Trial, check
 from tests.faults.subjects import OURS
@@ -33,9 +35,8 @@ FLAGS = (
 POINTS = ("start", "training", *(f"{event} {step}" for step in STEPS for event in ("saving", "after")), "again")
 MAX_FILES = 500
 LIMITS = f"size=64m,nr_inodes={MAX_FILES}"
-CALLS = ("write", "pwrite64", "openat", "mkdir", "mkdirat", "rename", "renameat", "renameat2", "fsync", "fdatasync")
+CALLS = ("write", "openat", "rename", "fsync")  # by which a save changes or syncs something
 ERRORS = ("ENOSPC", "EDQUOT", "EROFS", "EIO")
-STATE = "state.data-00000-of-00001"  # the variables of a checkpoint
 FAULTS = (  # or full: the points where it may begin, and the least and most room, in checkpoints
     (("start",), 0, 3),
     (("training",), 0, 1),
@@ -209,26 +210,24 @@ class FaultyRun:
     def _watch_save(self, save: Callable) -> Callable:
         record = self._record
 
-        def wrapped(train_dir, step, *args):
+        def wrapped(run, step, *args):
             self._reach("again" if f"saving {step}" in record.events else f"saving {step}")
             start = len(record.events)
-            too_small = shutil.disk_usage(train_dir).free < self._checkpoint_bytes
+            too_small = shutil.disk_usage(run.path).free < self._checkpoint_bytes
             had_room = "fault" not in record.events or "lifted" in record.events
-            path = None
-            try:
-                path = save(train_dir, step, *args)
-                return path
-            finally:
-                record.events.append(f"{'saved' if path else 'failed'} {step}")
-                if path and too_small and "lifted" not in record.events:
-                    record.error = "space was made for a save"
-                if not path and had_room and "fault" not in record.events[start:]:
-                    record.error = "a save failed with room"
-                self._reach(f"after {step}")
-                if _lost_checkpoint(record.events, self._directory):
-                    record.error = "a checkpoint was removed"
-                if path:
-                    record.states[path.name] = files.sha256(path / STATE)
+            saved = save(run, step, *args)
+            record.events.append(f"{'saved' if saved else 'failed'} {step}")
+            if saved and too_small and "lifted" not in record.events:
+                record.error = "space was made for a save"
+            if not saved and had_room and "fault" not in record.events[start:]:
+                record.error = "a save failed with room"
+            self._reach(f"after {step}")
+            if _lost_checkpoint(record.events, self._directory):
+                record.error = "a checkpoint was removed"
+            if saved:
+                path = checkpoint.checkpoint_path(run.path, step)
+                record.states[path.name] = _digest(path)
+            return saved
 
         return wrapped
 
@@ -253,17 +252,26 @@ def _reference() -> Reference:
         if run.exit_code or len(record.states) != len(STEPS):
             raise RuntimeError(f"the undisturbed run ends with {run.exit_code}: {run.output}")
         weights = files.read_json(directory / files.RESULT)["weights_sha256"]
-        size = sum(path.stat().st_size for path in checkpoint.list_checkpoints(directory)[-1].iterdir())
+        size = checkpoint.list_checkpoints(directory)[-1].stat().st_size
         traces = "".join(path.read_text() for path in scratch.glob("trace.*"))
         calls = Counter(re.findall(r"^(\w+)\(", traces, re.MULTILINE))
         return Reference(record.states, weights, size, calls, run.end - run.start)
+
+
+def _digest(path: Path) -> str:
+    """Return the SHA-256 of the variables of a checkpoint; empty if it is damaged."""
+    try:
+        values, _ = checkpoint.read_checkpoint(path)
+    except DataError:
+        return ""
+    return hashlib.sha256(b"".join(name.encode() + values[name].tobytes() for name in sorted(values))).hexdigest()
 
 
 def _lost_checkpoint(events: list[str], directory: Path) -> bool:
     """Whether a saved checkpoint is gone that was not the oldest of more than KEPT. A save that failed in its last
     sync may leave one more."""
     saved = [int(event.split()[1]) for event in events if event.startswith("saved")]
-    left = {int(path.name.split("-")[1]) for path in checkpoint.list_checkpoints(directory)}
+    left = set(map(checkpoint.step_of, checkpoint.list_checkpoints(directory)))
     return any(sum(other >= step for other in left) < KEPT for step in saved if step not in left)
 
 
@@ -282,8 +290,7 @@ def _check_guarantees(directory: Path, run: Child, record: Record, prefix: str =
         "a checkpoint is gone": _lost_checkpoint(events, directory),
         "the last checkpoint is gone": exit_code == 0 and runs.newest_saved(directory) != LAST,
         "a checkpoint is damaged": any(
-            files.validate(path) or files.sha256(path / STATE) != reference.states.get(path.name)
-            for path in checkpoint.list_checkpoints(directory)
+            _digest(path) != reference.states.get(path.name) for path in checkpoint.list_checkpoints(directory)
         ),
         "other weights": started and f"weights sha256 {reference.weights[:16]}" not in output,
         "other result": bool(result) and result["weights_sha256"] != reference.weights,

@@ -175,6 +175,7 @@ class Child:
 
     def _call(self) -> None:
         os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a trace of the trial itself is of no interest
         _redirect_output(self._output)
         self._function()
 

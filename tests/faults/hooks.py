@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cifar_towers import trainer
-from cifar_towers.checkpointing import manager
+from cifar_towers.checkpointing.run_directory import RunDirectory
 from cifar_towers.cli import main
 from cifar_towers.data import sources, synthetic
 from cifar_towers.reporting.console import Progress
@@ -18,7 +18,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 STARTED = "writing to"
 RESUMED = re.compile(r"(?:resuming from|is complete at) step (\d+)")
 SAVED = re.compile(r"saved step (\d+)")
-INTERRUPTED = r"saved step {0}\b|step {0} is saved"  # a run that is interrupted after this step
+INTERRUPTED = r"saved step {0}\b"  # a run that is interrupted after this step
 SKIPPED = r"step {0} was skipped \(1 in a row.*"  # a step without an update, the first of several
 
 
@@ -45,7 +45,7 @@ PARTS = {
     "update": (trainer.Run, "start_step", False),
     "step": (StepRunner, "start", False),
     "evaluation": (trainer, "score_split", False),
-    "save": (manager, "save_checkpoint", False),
+    "save": (RunDirectory, "save", False),
     "progress": (Progress, "step", False),
 }
 

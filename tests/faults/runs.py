@@ -43,7 +43,7 @@ class Run(Child):
         self.first_step = last_recorded(self.directory)
         super().__init__(function, scratch / f"output-{len(list(scratch.glob('output-*')))}")
 
-    def handles_signals(self) -> bool:
+    def records_signals(self) -> bool:
         """Whether it runs and has a handler for SIGTERM."""
         if self.exit_code is not None:
             return False
@@ -96,7 +96,7 @@ def script(name: str, flags: Sequence[str]) -> Callable[[], object]:
 
 def newest_saved(directory: Path) -> int:
     """Return the step of our newest checkpoint, damaged or not; 0 if there is none."""
-    return max((int(path.name.rpartition("-")[2]) for path in checkpoint.list_checkpoints(directory)), default=0)
+    return max(map(checkpoint.step_of, checkpoint.list_checkpoints(directory)), default=0)
 
 
 def recorded_steps(directory: Path) -> list[int]:

@@ -86,7 +86,7 @@ def _save(
         save_step = subjects.make_save(subject, root)
         for step in before:
             save_step(step)
-        with tracing.strace(trace, tracing.CHANGES, "-y", "-xx", "-s", "100000000", *options):
+        with tracing.strace(trace, tracing.TRACED, "-y", "-xx", "-s", "100000000", *options):
             for step in steps:
                 save_step(step)
                 with contextlib.suppress(FileNotFoundError):
@@ -107,13 +107,13 @@ def _save(
 EXPERIMENTS = [
     Experiment(
         "kill in a save",
-        subjects.ALL,
+        subjects.ALL[:1],
         quick=lambda subject: math.ceil(len(_traced_save(subject)) / STRIDE),
         long=lambda subject: len(_traced_save(subject)),
         trial=kill,
     ),
-    Experiment("power loss", subjects.ALL, 200, 5_000, functools.partial(lose_power, False)),
-    Experiment("power loss, older saves on disk", subjects.ALL, 200, 5_000, functools.partial(lose_power, True)),
+    Experiment("power loss", subjects.ALL[:1], 200, 5_000, functools.partial(lose_power, False)),
+    Experiment("power loss, older saves on disk", subjects.ALL[:1], 200, 5_000, functools.partial(lose_power, True)),
 ]
 if not shutil.which("strace"):
     print("no strace: no save is traced or killed")

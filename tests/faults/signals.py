@@ -1,4 +1,8 @@
-"""SIGTERM and SIGINT to whole runs: at random moments, in named phases, and twice."""
+"""SIGTERM and SIGINT to whole runs: at random moments, in named phases, and twice.
+
+During the steps, the first signal saves the step and ends the run with 128 + its number. At any other time, and a
+second time, a signal kills the process. Then the run resumes from its newest checkpoint.
+"""
 
 import functools
 import os
@@ -14,28 +18,27 @@ from tests.faults.runs import SCRIPT, SMALL, Run
 from tests.faults.subjects import OURS
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SECOND_SIGNAL_SECONDS = 0.2  # from the first to the second
-IMMEDIATE_SECONDS = 0.5  # from the second to the end of the run
+SECOND_SIGNAL_SECONDS = 0.2  # after the first is recorded
+IMMEDIATE_SECONDS = 0.5  # from a signal that kills to the end of the run
 
 # Each phase: a part of the program, the first and last of its calls to be interrupted, at most so many seconds in
 PHASES = {
     "loading the data": ("loading", 1, 1, 0.1),
     "tracing": ("tracing", 1, 2, 0.1),  # once a tower
     "the first step": ("step", 1, 1, 0.1),
-    "a step": ("step", 2, runs.STEPS, 0.01),
+    "a step": ("step", 2, runs.STEPS - 2, 0.01),
     "an evaluation": ("evaluation", 1, 3, 0.01),
-    "a save": ("save", 1, runs.STEPS // 3, 0.03),
+    "a save": ("save", 1, runs.STEPS // 3 - 1, 0.03),
     "the final evaluation": ("evaluation", 4, 5, 0.01),  # of raw and of averaged weights
     "between steps": ("progress", 1, runs.STEPS, 0.0),
 }
+KILLED_IN = ("loading the data", "the final evaluation")
 
 
 def interrupt(number: signal.Signals, trial: Trial) -> str:
     """Send a signal at a random moment."""
     kind = runs.kind_of(trial)
     with runs.interrupted_run(trial, kind) as run:
-        while kind == SMALL and not run.handles_signals() and not run.wait(0.001):
-            pass  # before, a forked child is not the program yet
         return _send(trial, run, number, kind)
 
 
@@ -51,56 +54,53 @@ def interrupt_script(at_exit: bool, trial: Trial) -> str:
 
 def _send(trial: Trial, run: Run, number: signal.Signals, kind: str) -> str:
     """Send a signal, SIGINT to the whole group as Ctrl-C does, and check how the run ends and resumes."""
-    sent, finished, handled = time.monotonic(), bool(run.weights), run.handles_signals()
+    sent, finished, recorded = time.monotonic(), bool(run.weights), run.records_signals()
     trial.details = f"{kind} run, {number.name} {sent - run.start:.3f} s after its start"
     if run.exit_code is None:
         (os.killpg if number == signal.SIGINT else os.kill)(run.pid, number)
         run.wait()
         trial.details += f", ended {run.end - sent:.3f} s after the signal"
-    return _check_end(trial, run, number, kind, handled, finished)
+    if finished and run.exit_code == 0:
+        return runs.finish(trial, kind, run.saved, "had written its result")
+    return _check_end(trial, run, number, recorded, kind)
 
 
-def _check_end(
-    trial: Trial, run: Run, number: int, kind: str = SMALL, handled: bool = True, finished: bool = False
-) -> str:
+def _check_end(trial: Trial, run: Run, number: int, recorded: bool, kind: str = SMALL) -> str:
     """Check how a run ended after one signal, and resume it.
 
     Args:
-      handled: the program had installed its handlers when the signal came.
-      finished: it had written its result.
+      recorded: whether the program was to record the signal when it came, or to be killed.
     """
-    step, saved = runs.last_recorded(run.directory), runs.newest_saved(run.directory)
-    if handled or finished:  # before, Python answers SIGINT with one
+    step, saved = runs.last_recorded(run.directory), run.saved
+    if hooks.STARTED in run.output:  # before, Python may still answer SIGINT with one
         check("Traceback" not in run.output, "traceback")
-    if finished and run.exit_code == 0:
-        outcome = "had written its result"
-    elif not handled and run.exit_code == -number:
-        outcome = "ended on its way out" if finished else "ended before it had handlers"
-    else:
+    if recorded:
         check(run.exit_code == 128 + number, f"exit code {run.exit_code}")
         check(saved == step, f"saved step {saved} of {step}")
-        logged = step == run.first_step or re.search(hooks.INTERRUPTED.format(step), run.output)
-        check(logged, "saved without a message")
-        outcome = "saved and ended" if step else "ended before the first step"
-    return runs.finish(trial, kind, saved, outcome)
+        check(re.search(hooks.INTERRUPTED.format(step), run.output), "saved without a message")
+    else:
+        check(run.exit_code == -number, f"exit code {run.exit_code}")
+    return runs.finish(trial, kind, saved, "saved and ended" if recorded else "killed")
 
 
 def interrupt_in(phase: str, trial: Trial) -> str:
     """One signal in a phase."""
     number = SIGNALS[trial.index % 2]
     run, _ = _signalled_run(trial, phase, number, count=1)
-    return _check_end(trial, run, number)
+    return _check_end(trial, run, number, phase not in KILLED_IN)
 
 
 def interrupt_twice(trial: Trial) -> str:
-    """Two signals, the first in each phase in turn: the second ends the run at once, and it can be resumed."""
+    """Two signals, the first in each phase in turn: the second kills the run at once, and it can be resumed."""
     phase = list(PHASES)[trial.index % len(PHASES)]
     number = SIGNALS[trial.index // len(PHASES) % 2]
     run, sent = _signalled_run(trial, phase, number, count=2)
+    if len(sent) == 1:  # which killed the run, or ended it soon
+        return _check_end(trial, run, number, phase not in KILLED_IN)
     late = run.end - sent[-1] > IMMEDIATE_SECONDS
-    immediate = not late and run.exit_code == 128 + number and "Traceback" not in run.output
+    immediate = not late and run.exit_code == -number and "Traceback" not in run.output
     check(immediate, f"exit code {run.exit_code}{', late' if late else ''}")
-    return runs.finish(trial, SMALL, run.saved, f"ended by signal {len(sent)}")
+    return runs.finish(trial, SMALL, run.saved, "killed by the second")
 
 
 def _signalled_run(trial: Trial, phase: str, number: signal.Signals, count: int) -> tuple[Run, list[float]]:
@@ -119,11 +119,16 @@ def _signalled_run(trial: Trial, phase: str, number: signal.Signals, count: int)
 
 
 def _send_during(call: int, delay: float, number: int, count: int, function: Callable) -> Callable:
-    """Wrap `function`: during its `call`-th call another thread sends signals to this process."""
+    """Wrap `function`: during its `call`-th call another thread sends signals to this process.
+
+    A second signal is sent after the program has recorded the first. Two before that count as one.
+    """
     calls = 0
 
     def send():
         for index in range(count):
+            while index and signal.getsignal(number) != signal.SIG_DFL:
+                time.sleep(0.001)
             time.sleep(SECOND_SIGNAL_SECONDS if index else delay)
             os.write(1, f"signal sent at {time.monotonic():.4f}\n".encode())
             os.kill(os.getpid(), number)

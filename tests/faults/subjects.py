@@ -6,7 +6,7 @@ all that makes a run repeatable: a seed, deterministic operations, and batches t
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,44 +15,24 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers import files
-from cifar_towers.checkpointing.checkpoint import latest_checkpoint, read_metadata
-from cifar_towers.checkpointing.manager import CheckpointManager
+from cifar_towers.checkpointing.run_directory import RunDirectory, open_run
+from cifar_towers.config import TrainConfig
+from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.data import synthetic
+from cifar_towers.errors import DataError
 
 OURS, MANAGER, BACKUP = "cifar_towers", "CheckpointManager", "BackupAndRestore"
 ALL = (OURS, MANAGER, BACKUP)
 MAX_TO_KEEP = 3
+SHAPES = {"kernel": (60, 40), "bias": (40,), "head": (40, 10)}
 RUN_STEPS, SAVE_EVERY_STEPS, BATCH_SIZE = 30, 3, 20
 
 
 class Saver(NamedTuple):
-    """A state and what saves and restores it; `restore` returns the step with which a restarted run continues."""
+    """What saves and restores a model of Keras; `restore` returns the step with which a restarted run continues."""
 
-    weights: Sequence[tf.Variable]
     save: Callable[[int], object]
     restore: Callable[[], int]
-
-
-def towers_saver(directory: Path) -> Saver:
-    """`CheckpointManager`: what a run does to save, and what a start of the program does."""
-    shapes = {"kernel": (12, 40), "bias": (40,), "head": (40, 10)}
-    variables = {name: tf.Variable(tf.zeros(shape)) for name, shape in shapes.items()}
-    variables["step"] = tf.Variable(0, dtype=tf.int64)
-    manager = CheckpointManager(directory, variables, 0, MAX_TO_KEEP, lambda line: None)
-
-    def save(step: int) -> None:
-        if not manager.save(step, {"accuracy": None}):
-            raise OSError(f"step {step} was not saved")
-
-    def restore() -> int:
-        manager.quarantine_damaged()
-        newest = latest_checkpoint(directory)
-        if not newest:
-            return 0
-        manager.restore(newest)
-        return read_metadata(newest)["step"]
-
-    return Saver(list(variables.values()), save, restore)
 
 
 def manager_saver(directory: Path, model: keras.Model) -> Saver:
@@ -69,7 +49,7 @@ def manager_saver(directory: Path, model: keras.Model) -> Saver:
         manager.restore_or_initialize()
         return int(step.numpy())
 
-    return Saver(model.trainable_variables, save, restore)
+    return Saver(save, restore)
 
 
 def backup_saver(directory: Path, model: keras.Model) -> Saver:
@@ -84,26 +64,30 @@ def backup_saver(directory: Path, model: keras.Model) -> Saver:
         callback.on_train_begin()
         return model._initial_epoch
 
-    return Saver(model.trainable_variables, lambda step: callback.on_epoch_end(step - 1), restore)
+    return Saver(lambda step: callback.on_epoch_end(step - 1), restore)
 
 
 PEERS = {MANAGER: manager_saver, BACKUP: backup_saver}
 
 
-def _saver(subject: str, directory: Path) -> Saver:
-    if subject == OURS:
-        return towers_saver(directory)
-    model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(40), keras.layers.Dense(10, use_bias=False)])
-    model.compile("sgd", "mse")
-    return PEERS[subject](directory, model)
-
-
 def make_save(subject: str, directory: Path) -> Callable[[int], None]:
     """Return the function by which a run of a subject saves a step."""
-    saver = _saver(subject, directory)
+    if subject == OURS:
+        files.make(directory)
+        config = _config(directory)
+        run, metadata = RunDirectory(config), {"recipe": recipe_fields(config), "failed_saves": 0}
+
+        def save_ours(step: int) -> None:
+            values = {name: np.full(shape, step, np.float32) for name, shape in SHAPES.items()}
+            if not run.save(step, values, metadata):
+                raise OSError(f"step {step} was not saved")
+
+        return save_ours
+    model = _small_model()
+    saver = PEERS[subject](directory, model)
 
     def save(step: int) -> None:
-        for variable in saver.weights:
+        for variable in model.trainable_variables:
             variable.assign(np.full(variable.shape, step))
         saver.save(step)
 
@@ -111,15 +95,35 @@ def make_save(subject: str, directory: Path) -> Callable[[int], None]:
 
 
 def recover(subject: str, directory: Path) -> tuple[int, str]:
-    """Return the state that a restarted run resumes with: (step, `intact` | `wrong weights` | `refused: ...`)."""
+    """Return what a restarted run begins with: (step, `intact` | `wrong weights` | `refused: ...` | `crashed: ...`)."""
     try:
-        saver = _saver(subject, directory)
-        step = saver.restore()
+        if subject == OURS:
+            with open_run(_config(directory)) as run:
+                values, metadata = run.saved or ({}, {"step": 0})
+                step, arrays = metadata["step"], list(values.values())
+        else:
+            model = _small_model()
+            step = PEERS[subject](directory, model).restore()
+            arrays = [variable.numpy() for variable in model.trainable_variables]
     except Exception as error:
-        return 0, f"refused: {type(error).__name__}"
-    values = {float(value) for variable in saver.weights for value in np.unique(variable.numpy())}
-    intact = values == {float(step)} if step else 0 in values  # at the start the weights are, or the bias is, 0
+        is_foreseen = subject != OURS or isinstance(error, DataError)
+        return 0, f"{'refused' if is_foreseen else 'crashed'}: {type(error).__name__}"
+    values = {float(value) for array in arrays for value in np.unique(array)}
+    if step:
+        intact = values == {float(step)} and {array.shape for array in arrays} == set(SHAPES.values())
+    else:
+        intact = not arrays or 0 in values  # Keras begins with a bias of 0
     return step, "intact" if intact else "wrong weights"
+
+
+def _config(directory: Path) -> TrainConfig:
+    return TrainConfig(train_dir=str(directory), keep_checkpoints=MAX_TO_KEEP)
+
+
+def _small_model() -> keras.Model:
+    model = keras.Sequential([keras.Input((60,)), keras.layers.Dense(40), keras.layers.Dense(10, use_bias=False)])
+    model.compile("sgd", "mse")
+    return model
 
 
 def train_peer(subject: str, directory: Path) -> None:

@@ -16,6 +16,7 @@ CHANGES = (
     *("openat", "write", "pwrite64", "sendfile", "ftruncate", "fsync", "fdatasync"),
     *("rename", "renameat", "renameat2", "unlink", "unlinkat", "rmdir", "mkdir", "mkdirat"),
 )
+TRACED = (*CHANGES, "lseek")  # which says where the next write begins
 _PATH = re.compile(r'(?:\w+<([^>]*)>, )?"([^"]*)"|\w+<([^>]*)>')  # a name, often after its directory; or a descriptor
 
 
@@ -43,24 +44,36 @@ class Call(NamedTuple):
     paths: list[str]  # relative to the directory
     arguments: list[str]  # as `strace -y -xx` writes them
     result: str  # `?` if it never returned
+    position: int  # in the file, where `write` and `sendfile` begin
 
     def __str__(self) -> str:
         return f"{self.name} {', '.join(self.paths)}"
 
 
 def read_calls(output: Path, root: Path, marker: str) -> list[Call]:
-    """Return one thread's calls that change or sync something in `root`, or fail to remove `<root>/<marker>...`."""
-    calls, numbers = [], Counter()
+    """Return one thread's calls that change or sync something in `root`, or fail to remove `<root>/<marker>...`.
+
+    A file must be open only once at a time.
+    """
+    calls, numbers, positions = [], Counter(), Counter()
     for line in output.read_text().splitlines():
         if match := re.fullmatch(r"(\w+)\((.*?)\)? *(?:= (.*))?", line):
             name, arguments, result = match.groups(default="?")
             numbers[name] += 1
             paths = _paths(arguments.partition(",")[0] if "write" in name else arguments)  # what is written is no path
             inside = [os.path.relpath(path, root) for path in paths if Path(path).is_relative_to(root)]
-            changes = name != "openat" or re.search("O_CREAT|O_TRUNC", arguments)
             marks = inside and inside[0].startswith(marker)
-            if inside and changes and (marks or not result.startswith("-1 ")):
-                calls.append(Call(name, numbers[name], inside, arguments.split(", "), result))
+            if not inside or (result.startswith("-1 ") and not marks):
+                continue
+            file = inside[0]
+            if name == "lseek":
+                positions[file] = int(result)
+            elif name != "openat" or re.search("O_CREAT|O_TRUNC", arguments):
+                calls.append(Call(name, numbers[name], inside, arguments.split(", "), result, positions[file]))
+            if name in ("write", "sendfile") and result != "?":
+                positions[file] += int(result)
+            elif name == "openat":
+                positions[file] = 0
     return calls
 
 
@@ -74,7 +87,7 @@ def _bytes(text: str) -> bytes:
 
 
 def replay(calls: Sequence[Call], root: Path, marker: str) -> tuple[Disk, list[tuple[int, int]]]:
-    """Repeats these calls on an empty disk.
+    """Repeat these calls on an empty disk.
 
     Returns:
       The disk; and for each marker that was not removed, the number of operations before and the number it ends with.
@@ -94,11 +107,11 @@ def replay(calls: Sequence[Call], root: Path, marker: str) -> tuple[Disk, list[t
                     disk.do("create", path)
                 elif "O_TRUNC" in call.arguments[2]:
                     disk.do("truncate", path, 0)
-            case "write":  # always at the end, or the contents differ
-                disk.do("append", path, _bytes(call.arguments[1].strip('"')))
+            case "write":
+                disk.do("write", path, call.position, _bytes(call.arguments[1].strip('"')))
             case "sendfile":
                 start = int(re.match(r"\[(\d+)\]", call.arguments[2])[1])
-                disk.do("append", path, disk.now()[others[0]][start : start + int(call.result)])
+                disk.do("write", path, call.position, disk.now()[others[0]][start : start + int(call.result)])
             case "pwrite64":
                 disk.do("write", path, int(call.arguments[3]), _bytes(call.arguments[1].strip('"')))
             case "ftruncate":
