@@ -74,8 +74,8 @@ USAGE_ERRORS = {
         (["--recipe=speed96", "--batch_size=256"], "with batch_size=256 give --hard_example_pool=... too (0: all"),
         (["--recipe=cifarnet", "--image_size=64"], "has crop=24 for image_size=32; with image_size=64 give --crop=..."),
         (["--image_size_schedule=0=nan"], "image_size_schedule: '0=nan' is not a list of place=value, none negative"),
-        (["--dataset=folder"], "dataset=folder is not cifar10, synthetic, auto, folder:<path> or the name of a"),
-        (["--dataset=csv:"], "svhn_cropped, nor csv:<table> or npy:<folder or file of arrays>"),
+        (["--dataset=folder"], "dataset=folder is not cifar10, synthetic, auto, folder:<folder>, csv:<table>"),
+        (["--dataset=csv:"], "npz:<file> or the name of a TensorFlow Datasets builder, e.g. svhn_cropped"),
         (["--flagfile=configs/resnet21.cfg"], "configs/ has the recipes"),
         (["--recipe=", "--crop=24", "--cutout=28"], "cutout=28 is larger than the 24 pixels"),
         (["--target_accuracy=0.9", "--eval_every_epochs=0"], "checked at evaluations"),
@@ -307,11 +307,6 @@ def test_help_with_a_value_lists_the_flags_that_have_it_in_their_name(capsys, pa
     assert ("No flag has quux in its name." in text) == (not listed)
 
 
-@pytest.mark.parametrize(("split", "meant"), [("val", "validation"), ("dev", "validation"), ("training", "train")])
-def test_splits_have_the_names_that_folders_and_tables_have(split, meant):
-    assert parse("--train_dir=runs/one", f"--split={split}", config_class=EvaluateConfig).split == meant
-
-
 @pytest.mark.parametrize("config_class", [TrainConfig, BenchmarkConfig, EvaluateConfig, ReportConfig])
 def test_short_help_has_every_flag_that_only_this_program_has(config_class):
     text, all_flags = short_help(config_class, "What it does."), help_text(config_class, "What it does.")
@@ -372,7 +367,7 @@ def test_default_directory_names_the_image_folder(tmp_path, monkeypatch):
         assert TrainConfig(dataset=dataset).directory == Path("runs/speednet94-photos-seed0")
     assert TrainConfig(dataset="folder:.").directory == Path("runs/speednet94-new-seed0")
     assert TrainConfig(dataset="csv:photos/labels.csv").directory == Path("runs/speednet94-labels-csv-seed0")
-    assert TrainConfig(dataset="npy:photos").directory == Path("runs/speednet94-photos-seed0")
+    assert TrainConfig(dataset="npz:photos.npz").directory == Path("runs/speednet94-photos-npz-seed0")
     assert TrainConfig(dataset="svhn_cropped").directory == Path("runs/speednet94-svhn_cropped-seed0")
 
 

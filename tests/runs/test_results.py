@@ -2,9 +2,11 @@
 
 import json
 import re
+import socket
 from dataclasses import replace
 from signal import SIGTERM
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from cifar_towers import devices, trainer
 from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.cli.main import train_seeds
 from cifar_towers.config.programs import EvaluateConfig
-from cifar_towers.data import cifar10, sources
+from cifar_towers.data import sources
 from cifar_towers.errors import DivergedError, Interrupted, UsageError
 from cifar_towers.inference import evaluate
 from cifar_towers.reporting.phase_timer import TimeLeft
@@ -132,7 +134,7 @@ def test_indivisible_batch_uses_fewer_towers(caplog):
 
 def test_synthetic_fallback_has_a_banner_and_statistics_over_seeds_are_of_its_runs(tmp_path, monkeypatch, capsys):
     """Runs on CIFAR-10 of the same seeds may lie beside them."""
-    monkeypatch.setattr(cifar10, "reachable", lambda url: False)
+    monkeypatch.setattr(socket, "create_connection", Mock(side_effect=TimeoutError))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     config = replace(TINY, recipe="tiny", dataset="auto", data_dir=str(tmp_path / "none"), max_steps=1, seeds="10")
