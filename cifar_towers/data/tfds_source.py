@@ -78,7 +78,7 @@ def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> 
       DataError: the data set cannot be downloaded or read, or is not images with one class each.
     """
     if "*" in name:
-        names = {config: f"{name.partition('/')[0]}/{config}" for config in wanted}
+        names = {config: f"{name.partition('/')[0]}/{config}" for config in locate(name, directory) if config in wanted}
         return {config: load(names[config], directory, image_size, ["test"])["test"] for config in names}
     tfds, builder = import_tfds(), make_builder(name, directory)
     try:

@@ -51,6 +51,10 @@ USAGE_ERRORS = {
         (["--image_size_schedule=0=nan"], "image_size_schedule: '0=nan' is not a list of place=value, none negative"),
         (["--recipe=", "--crop=40"], "crop=40 is larger than image_size=32"),
         (["--crop=24", "--image_size_schedule=0=24,1=32"], "both set the image size"),
+        (["--dataset=folder"], "dataset=folder is not cifar10, synthetic, auto, folder:<folder>, csv:<table>"),
+        (["--dataset=csv:"], "npz:<file> or the name of a TensorFlow Datasets builder, e.g. svhn_cropped"),
+        (["--flagfile=configs/resnet21.cfg"], "configs/ has the recipes"),
+        (["--recipe=", "--crop=24", "--cutout=28"], "cutout=28 is larger than the 24 pixels"),
         (["--target_accuracy=0.9", "--eval_every_epochs=0"], "checked at evaluations"),
         (["--seed=1", "--seeds=2,3"], "are both given"),
         (["--strategy=multi_worker", "--seeds=0,1"], "strategy=multi_worker trains one run; give one seed at a time"),
@@ -209,7 +213,7 @@ def test_default_directory_names_the_image_folder(tmp_path, monkeypatch):
         assert TrainConfig(dataset=dataset).directory == Path("runs/speednet94-photos-seed0")
     assert TrainConfig(dataset="folder:.").directory == Path("runs/speednet94-new-seed0")
     assert TrainConfig(dataset="csv:photos/labels.csv").directory == Path("runs/speednet94-labels-csv-seed0")
-    assert TrainConfig(dataset="npy:photos").directory == Path("runs/speednet94-photos-seed0")
+    assert TrainConfig(dataset="npz:photos.npz").directory == Path("runs/speednet94-photos-npz-seed0")
     assert TrainConfig(dataset="svhn_cropped").directory == Path("runs/speednet94-svhn_cropped-seed0")
 
 

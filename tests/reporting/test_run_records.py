@@ -34,7 +34,7 @@ def test_runs_on_other_images_of_any_split_are_a_group_of_their_own(tmp_path):
     change(paths[5], "environment.json", data_sha256={"train": "a", "validation": "e", "test": "b"})
     for path in paths[6:]:
         change(path, "environment.json", data_sha256={})
-    change(paths[8], "config.json", dataset="npy:/photos")
+    change(paths[8], "config.json", dataset="npz:/photos")
     groups = group_names(paths)
     assert list(groups.values()) == [["0", "1"], ["2", "3"], ["4"], ["5"], ["6", "7"], ["8"]]
     assert "speed94, train_data=a, test_data=c" in groups

@@ -2,8 +2,10 @@
 
 import json
 import re
+import socket
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
