@@ -16,7 +16,6 @@ from cifar_towers.checkpointing.checkpoint import latest_checkpoint, read_variab
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.multi_worker.launcher import free_addresses
-from cifar_towers.training.distributed_step import make_multi_worker_strategy
 from tests import programs
 from tests.configs import net
 from tests.messages import lines_with
@@ -97,19 +96,6 @@ def test_two_workers_train_as_two_towers(flags, tmp_path):
     assert_same_variables(tmp_path / "workers", tmp_path / "towers", rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"all_reduce": "nccl"}, "all_reduce=nccl asks for GPUs"),
-        ({"num_gpus": 1, "soft_placement": False}, "num_gpus=1 asks for GPUs"),
-        ({"num_gpus": 2}, "start more workers instead"),
-    ],
-)
-def test_missing_gpus_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        make_multi_worker_strategy(("127.0.0.1:1", "127.0.0.1:2"), 0, **options)
-
-
 @pytest.mark.slow
 def test_two_workers_have_the_same_bits_as_two_towers(flags, tmp_path):
     output = run_all(tmp_path / "workers", *flags, workers=2)
@@ -145,13 +131,11 @@ def test_checkpoint_moves_from_workers_to_towers_and_back(shared, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["TF_CONFIG", "Slurm", "flags"])
+@pytest.mark.parametrize("source", ["TF_CONFIG", "Slurm"])
 def test_cluster_from_each_source(flags, tmp_path, source, start_worker):
     addresses = start_worker.addresses
 
     def worker(index):
-        if source == "flags":
-            return start_worker(index)
         if source == "TF_CONFIG":
             config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
             variables = {"TF_CONFIG": json.dumps(config)}
