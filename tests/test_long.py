@@ -5,18 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.cli.flags import parse_command_line
-from cifar_towers.config import TrainConfig
+from cifar_towers.cli.main import start_training
 from cifar_towers.data import cifar10
-from tests.runs.short_runs import run
+from cifar_towers.signals import StopSignals
+from tests.configs import recipe
 
 pytestmark = pytest.mark.slow
-CONFIGS = Path(__file__).parents[1] / "configs"
 
 
-def accuracies(recipe, train_dir, *flags):
-    arguments = ["train.py", f"--flagfile={CONFIGS / recipe}.cfg", f"--train_dir={train_dir}", *flags]
-    result = run(parse_command_line(TrainConfig, arguments, ""))
+def accuracies(name, train_dir, **settings):
+    result = start_training(recipe(name, train_dir=str(train_dir), **settings), StopSignals())
     return {(score["weights"], score["tta"]): score["accuracy"] for score in result["evaluations"]}
 
 
@@ -29,5 +27,5 @@ def test_smoke_recipe_accuracy(tmp_path):
     reason="no prepared CIFAR-10 on this machine",
 )
 def test_cifarnet_accuracy_after_2000_steps_matches_the_tutorial(tmp_path):
-    scores = accuracies("cifarnet", tmp_path, "--max_steps=2000", "--batch_size=256", "--num_gpus=2")
+    scores = accuracies("cifarnet", tmp_path, max_steps=2000, batch_size=256, num_gpus=2)
     assert 0.68 < scores["ema", 0] < 0.78
