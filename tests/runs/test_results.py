@@ -15,7 +15,6 @@ from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.cli import main
 from cifar_towers.cli.main import train_seeds
 from cifar_towers.config.programs import EvaluateConfig
-from cifar_towers.data import cifar10
 from cifar_towers.errors import DivergedError, Interrupted, UsageError
 from cifar_towers.inference import evaluate
 from cifar_towers.reporting.run_records import read_run
@@ -122,7 +121,7 @@ def test_indivisible_batch_uses_fewer_towers(caplog):
 
 
 def test_synthetic_fallback_has_a_banner(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cifar10, "reachable", lambda url: False)
+    monkeypatch.setattr(socket, "create_connection", Mock(side_effect=TimeoutError))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     config = replace(TINY, recipe="tiny", dataset="auto", data_dir=str(tmp_path / "none"), max_steps=1, seeds="10")
