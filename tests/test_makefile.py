@@ -60,8 +60,7 @@ def test_targets_take_their_recipe_from_config(target, config_class, recipe):
     [
         *(("train", []), ("predict", []), ("test", ["dev"]), ("lint", ["dev"]), ("test-browser", ["dev", "browser"])),
         *(("export", []), ("export --format=keras", []), ("export --format=onnx", ["export"])),
-        *(("export --format=tflite --quantize=int8", ["export"]), ("test-trackers", ["dev", "trackers"])),
-        ("docs", ["docs"]),
+        *(("export --format=tflite --quantize=int8", ["export"]), ("docs", ["docs"])),
     ],
 )
 def test_targets_install_no_more_than_they_need(target, extras):

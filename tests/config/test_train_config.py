@@ -82,6 +82,7 @@ USAGE_ERRORS = {
         (["--seed=1", "--seeds=2,3"], "are both given"),
         (["--seeds=0,99999999999"], "must be different numbers from 0"),
         (["--epochs=0"], "leave nothing to do"),
+        (["--loss=mine.py:loss", "--label_smoothing=0.2"], "replaces the loss that smooths labels; give --label_smo"),
         (["--target_accuracy=94"], "target_accuracy=94.0 is too large; the maximum is 1"),
         (["--dataset=Image Net"], "dataset=Image Net is not cifar10"),
         (["--strategy=magic"], "strategy=magic is not one of towers, mirrored"),
