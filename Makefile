@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-versi
 RECIPE := --recipe=$(CONFIG) $(if $(filter smoke,$(CONFIG)),,--dataset=auto)
 
 .PHONY: help setup train runs evaluate predict export tensorboard bench
-.PHONY: test test-long test-browser test-trackers test-gpu lint format docs lock compare faults faults-long clean
+.PHONY: test test-long test-browser test-gpu lint format docs lock compare faults faults-long clean
 .DEFAULT_GOAL := help
 
 help:
@@ -36,11 +36,6 @@ setup: .venv/ready  ## install what the programs need into .venv; every other ta
 # what only tests, exports and API pages need is installed when it is needed: it takes half as long again
 .venv/dev-ready .venv/export-ready .venv/browser-ready .venv/docs-ready: .venv/%-ready: .venv/ready
 	$(INSTALL) '.[$*]'
-	@touch $@
-
-# trackers need older versions of pillow, pyarrow and python-dateutil than those pinned
-.venv/trackers-ready: .venv/dev-ready
-	$(filter-out --constraint constraints.txt,$(INSTALL)) '.[trackers]'
 	@touch $@
 
 train: .venv/ready  ## train CONFIG (speed94) on NUM_GPUS towers, on CIFAR-10 or else synthetic data
@@ -69,16 +64,13 @@ bench: .venv/ready  ## compare placements, strategies and numbers of towers for 
 ##@ Develop
 
 test: .venv/dev-ready  ## run the tests, in ten minutes or less on two cores; some: ARGS='-s -k ...'
-	@$(BIN)/python -m pytest -m 'not slow and not browser and not trackers and not needs_gpu' $(or $(ARGS),-n 2 --dist worksteal)
+	@$(BIN)/python -m pytest -m 'not slow and not browser and not needs_gpu' $(or $(ARGS),-n 2 --dist worksteal)
 
 test-long: .venv/dev-ready  ## run the tests and the slow ones, with whole recipes
-	@$(BIN)/python -m pytest -m 'not browser and not trackers and not needs_gpu' $(or $(ARGS),-n 2 --dist worksteal)
+	@$(BIN)/python -m pytest -m 'not browser and not needs_gpu' $(or $(ARGS),-n 2 --dist worksteal)
 
 test-browser: .venv/dev-ready .venv/browser-ready  ## test TensorBoard and the report in a browser (chromium), with screenshots
 	@$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
-
-test-trackers: .venv/dev-ready .venv/trackers-ready  ## test docs/tracking.md with W&B, MLflow and trackio, without network
-	@$(BIN)/python -m pytest -m trackers tests/runs/test_tracking.py $(ARGS)
 
 test-gpu: .venv/dev-ready  ## on GPUs: some tests, make bench and speed94; writes the table of docs/gpus.md
 	@$(BIN)/python -m tests.on_gpus $(ARGS)

@@ -55,8 +55,7 @@ def test_targets_take_their_recipe_from_config(target, config_class, recipe):
     [
         *(("train", []), ("predict", []), ("test", ["dev"]), ("lint", ["dev"]), ("test-browser", ["dev", "browser"])),
         *(("export", []), ("export --format=keras", []), ("export --format=onnx", ["export"])),
-        *(("export --format=litert", ["export"]), ("test-trackers", ["dev", "trackers"])),
-        ("docs", ["docs"]),
+        *(("export --format=litert", ["export"]), ("docs", ["docs"])),
     ],
 )
 def test_targets_install_no_more_than_they_need(target, extras):
