@@ -90,7 +90,7 @@ def test_an_export_that_disagrees_or_fails_leaves_nothing(runs, tmp_path, monkey
 
     out = tmp_path / "net"
     for name, replacement, error in (("READERS", {"onnx": uniform}, RunError), ("write_model", full_disk, OSError)):
-        with monkeypatch.context() as patch, pytest.raises(error, match="more than the 1e-05|No space"):
+        with monkeypatch.context() as patch, pytest.raises(error, match="more than the 1e-04|No space"):
             patch.setattr(export, name, replacement)
             export_with(runs["cifarnet"], format="onnx", out=str(out))
         assert not list(tmp_path.iterdir())
