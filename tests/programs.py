@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from cifar_towers.cli import main
-from cifar_towers.shutdown import ShutdownHandler
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -30,4 +29,4 @@ def call(patch, script, *arguments):
     """Call a program in this process and return its exit code; its errors are raised."""
     patch.setenv("KERAS_BACKEND", "tensorflow")  # as the program would leave it set
     patch.setattr(sys, "argv", [str(script), *map(str, arguments)])
-    return getattr(main, Path(script).stem).__wrapped__(ShutdownHandler()) or 0
+    return getattr(main, Path(script).stem).__wrapped__() or 0

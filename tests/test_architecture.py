@@ -11,7 +11,7 @@ PACKAGE = "cifar_towers"
 
 # The folders, and the modules at the package's root, bottom first. Each may import those of the layers below it.
 LAYERS = (
-    ("config", "registry", "user_code", "errors", "files", "hardware", "shutdown", "stderr"),
+    ("config", "registry", "user_code", "errors", "files", "hardware", "signals"),
     ("towers",),
     ("models", "data"),
     ("multi_worker",),
@@ -30,8 +30,6 @@ SAME_LAYER = {  # (folder, imported module or folder of the same layer): the rea
     ("config", "errors"): "a wrong value raises UsageError",
     ("registry", "errors"): "an unknown name raises UsageError",
     ("files", "errors"): "the text of an error in one line",
-    ("shutdown", "errors"): "a signal raises Interrupted",
-    ("stderr", "errors"): "an interrupt is no failure",
     ("reporting", "training.results"): "plain result types cross folders",
     ("reporting", "evaluation.score"): "plain result types cross folders",
 }

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from urllib.parse import quote
 
 import pytest
-from cifar_towers.shutdown import ShutdownHandler
 from tensorboard import program
 
-from cifar_towers import trainer
 from cifar_towers.cli.flags import parse_command_line
+from cifar_towers.cli.main import start_training
 from cifar_towers.config import TrainConfig
-from cifar_towers.data import sources, synthetic
+from cifar_towers.data import synthetic
+from cifar_towers.signals import StopSignals
 
 RECIPE = Path(__file__).parents[2] / "configs/smoke.cfg"
 SMALL = (
@@ -94,7 +94,7 @@ def run(browser, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         small = synthetic.make(1500, 0, 0), synthetic.make(300, 0, 1)
         patch.setattr(synthetic, "load", lambda: small)
-        trainer.train(config, sources.find("synthetic"), ShutdownHandler())
+        start_training(config, StopSignals(()))
     names = "config", "environment", "result"
     contents = {name: json.loads((directory / f"{name}.json").read_text()) for name in names}
     return SimpleNamespace(directory=directory, **contents)

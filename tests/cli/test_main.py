@@ -244,7 +244,7 @@ def test_workers_train_the_default_recipe(monkeypatch):
 @pytest.mark.parametrize("stdout", ["full", "closed"])
 def test_unwritable_output_is_a_failure(stdout):
     code = "from cifar_towers.cli import program as programs\n"
-    code += "def body(shutdown):\n    with programs.checked_output():\n        print('output')\n"
+    code += "def body():\n    with programs.checked_output():\n        print('output')\n"
     code += "import sys; sys.exit(programs.run(body))"
     if stdout == "closed":
         reader, writer = os.pipe()

@@ -7,7 +7,6 @@ import threading
 import time
 
 import pytest
-from cifar_towers.shutdown import ShutdownHandler
 
 from cifar_towers.cli.flags import help_text
 from cifar_towers.config.programs import LaunchConfig
@@ -27,10 +26,10 @@ starts = sum(line.startswith(str(index)) for line in open(sys.argv[1]))
 def launch(tmp_path):
     """launch(program, ...) -> (exit code, a line of words for each start, lines that the launcher logged)."""
 
-    def run(program, num_workers=0, max_restarts=3, shutdown=None):
+    def run(program, num_workers=0, max_restarts=3):
         logged, log = [], tmp_path / "log"
         command = [sys.executable, "-c", PROGRAM + program, str(log), "--flag"]
-        code = launcher.launch(command, num_workers, max_restarts, logged.append, shutdown or ShutdownHandler())
+        code = launcher.launch(command, num_workers, max_restarts, logged.append)
         return code, [line.split() for line in log.read_text().splitlines()], logged
 
     return run
@@ -89,16 +88,7 @@ time.sleep(60)"""
 
 
 def test_signal_is_forwarded_and_prevents_restarts(launch):
-    shutdown = ShutdownHandler()
-    threading.Timer(1.0, setattr, [shutdown, "received_signal", signal.SIGTERM]).start()
+    threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGTERM]).start()
     start = time.monotonic()
-    code, starts, logged = launch("time.sleep(60)", num_workers=2, shutdown=shutdown)
+    code, starts, logged = launch("time.sleep(60)", num_workers=2)
     assert code == 143 and len(starts) == 2 and not logged and time.monotonic() - start < 30
-
-
-def test_second_signal_kills_all_workers(launch):
-    """Even those that ignore the first."""
-    shutdown = ShutdownHandler()
-    threading.Timer(1.0, lambda: shutdown.before_exit()).start()
-    code, starts, _ = launch("time.sleep(60)", num_workers=2, max_restarts=0, shutdown=shutdown)
-    assert code == 137 and len(starts) == 2

@@ -8,10 +8,10 @@ from pathlib import Path
 from signal import SIGTERM
 
 import pytest
-from cifar_towers.shutdown import ShutdownHandler
 
 from cifar_towers.errors import Interrupted, UsageError
 from cifar_towers.reporting.run_logger import Callbacks
+from cifar_towers.signals import StopSignals
 from tests.runs.short_runs import STEPS, TINY, StopAtStep, records_of, run
 
 
@@ -88,17 +88,17 @@ def test_a_callback_that_fails_where_the_target_is_reached_ends_the_run_saved(tm
 
 def test_an_interrupted_run_tells_its_callbacks_that_it_ends(tmp_path):
     """An interrupt while it resumes does not deny the steps that are saved."""
-    recorder, shutdown = Recorder(), ShutdownHandler()
+    recorder, signals = Recorder(), StopSignals(())
 
     class Starting:
         def on_start(self, run):
-            shutdown.signal = SIGTERM
+            signals.received = SIGTERM
 
     with pytest.raises(Interrupted, match="step 2"):
         run(TINY, tmp_path, StopAtStep(2), max_steps=4, callbacks=[recorder])
     assert recorder.calls[-1] == ("end", tmp_path, False)
     with pytest.raises(Interrupted, match="^before the first step since the last start; nothing new to save$"):
-        run(TINY, tmp_path, shutdown, max_steps=4, callbacks=[Starting()])
+        run(TINY, tmp_path, signals, max_steps=4, callbacks=[Starting()])
 
 
 def test_after_an_error_those_that_were_started_are_told_of_the_end():
