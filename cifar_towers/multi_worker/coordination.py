@@ -24,7 +24,6 @@ from cifar_towers.towers.devices import describe_out_of_memory
 
 JOIN_TIMEOUT_SECONDS = 60  # for the last worker to come
 HEARTBEAT_TIMEOUT_SECONDS = 10  # a worker that is silent for so long is lost
-POLL_SECONDS = 0.1  # between checks for signals while this worker waits for others
 EXIT_GRACE_SECONDS = 1.0  # for an error to reach the other workers before this one closes its connections
 JOB = "worker"
 TASK = re.compile(rf"/job:{JOB}/(?:replica:0/)?task:(\d+)")

@@ -1,8 +1,6 @@
 """Exchange, start and end of workers. What other workers cause is in test_workers.py, with real processes."""
 
 import dataclasses
-import signal
-import threading
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import RunError, UsageError, WorkerLostError
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec, Workers
-from cifar_towers.multi_worker.coordination import run_interruptibly
 from cifar_towers.trainer import shared_values
 from cifar_towers.training.distributed_step import make_strategy
 
@@ -97,19 +94,6 @@ def test_another_workers_lack_of_memory_is_named(wrapped):
 @pytest.mark.parametrize("text", ["OOM when allocating tensor", "from /job:worker/replica:0/task:0 while calling"])
 def test_errors_of_this_worker_stay(text):
     assert coordination._explain(CLUSTER, tf.errors.ResourceExhaustedError(None, None, text)) is None
-
-
-def test_signals_are_handled_while_waiting():
-    received, release = [], threading.Event()
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: (received.append(number), release.set()))
-    try:
-        threading.Timer(0.5, signal.raise_signal, [signal.SIGUSR1]).start()
-        assert run_interruptibly(lambda: release.wait(30))
-        assert received == [signal.SIGUSR1]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    with pytest.raises(KeyError, match="missing"):
-        run_interruptibly(lambda: {}["missing"])
 
 
 def test_a_process_alone_waits_for_nobody():

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from cifar_towers import files
-from cifar_towers.checkpointing.checkpoint import latest_checkpoint, read_variables
+from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_checkpoint, step_of
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.multi_worker.launcher import free_addresses
@@ -78,7 +78,7 @@ def weights(train_dir):
 
 def assert_same_variables(one, other, rtol=0.0, atol=0.0, ignored=()):
     """Compare all variables in the last checkpoints of two runs."""
-    values, expected = (read_variables(latest_checkpoint(train_dir)) for train_dir in (one, other))
+    values, expected = (read_checkpoint(find_checkpoint(train_dir))[0] for train_dir in (one, other))
     assert values.keys() == expected.keys()
     for name, value in expected.items():
         if not name.startswith(ignored):
@@ -124,12 +124,11 @@ def test_checkpoint_moves_from_workers_to_towers_and_back(shared, tmp_path):
     run_all(changing, *flags, "--max_steps=8", "--num_gpus=2")
     run_all(changing, *flags, "--max_steps=12", workers=2)
     run_all(straight, *flags, "--max_steps=12", "--num_gpus=1")
-    assert latest_checkpoint(changing).name == "step-00000012"
+    assert find_checkpoint(changing).name == "step-12.npz"
     # the average loss is the final tower's, whose shard differs
     assert_same_variables(changing, straight, rtol=1e-4, atol=1e-6, ignored="loss_average")
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["TF_CONFIG", "Slurm"])
 def test_cluster_from_each_source(flags, tmp_path, source, start_worker):
@@ -170,7 +169,7 @@ def test_bad_cluster_ends_every_worker_with_one_line(start_worker, started, code
     addresses, begun = [*start_worker.addresses, *free_addresses(1)], time.monotonic()
     processes = [start_worker(i, flag.format(*addresses)) for i, flag in started]
     outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 100
     assert [process.returncode for process in processes] == codes, outputs
     for output, line in zip(outputs, lines, strict=True):
         assert re.search(line.format(*addresses), output.splitlines()[-1]) and "Traceback" not in output, output
@@ -184,7 +183,7 @@ def listening_ports(pid):
 @pytest.mark.slow
 def test_workers_open_one_port_each_and_a_signal_to_one_saves_and_ends_all(start_worker, tmp_path):
     workers = [start_worker(index, "--max_steps=4000", "--checkpoint_every_steps=10") for index in range(2)]
-    wait_for(tmp_path / "run" / "checkpoints" / "step-00000010", workers[0])
+    wait_for(tmp_path / "run" / "step-10.npz", workers[0])
     ports = [listening_ports(worker.pid) for worker in workers]
     workers[1].send_signal(signal.SIGTERM)
     outputs = [process.communicate(timeout=60)[0] for process in workers]
@@ -192,15 +191,15 @@ def test_workers_open_one_port_each_and_a_signal_to_one_saves_and_ends_all(start
     assert [process.returncode for process in workers] == [143, 143], outputs
     last = [output.strip().splitlines()[-1] for output in outputs]
     assert last[0] == last[1] and last[0].startswith("interrupted: "), last
-    saved = latest_checkpoint(tmp_path / "run").name
-    assert f"step {int(saved.removeprefix('step-'))}:" in last[0], (last, saved)
+    saved = step_of(find_checkpoint(tmp_path / "run"))
+    assert f"step {saved}:" in last[0], (last, saved)
 
 
 @pytest.mark.slow
 def test_lost_worker_is_named_and_all_are_restarted(flags, tmp_path):
     flags = [*flags, "--max_steps=300", "--checkpoint_every_steps=10", f"--train_dir={tmp_path / 'run'}"]
     launcher = start("launch.py", "--num_workers=2", "--max_restarts=1", "--", *flags)
-    wait_for(tmp_path / "run" / "checkpoints" / "step-00000010", launcher)
+    wait_for(tmp_path / "run" / "step-10.npz", launcher)
     psutil.Process(launcher.pid).children()[1].kill()
     output, _ = launcher.communicate(timeout=300)
     assert launcher.returncode == 0, output

@@ -14,7 +14,6 @@ from cifar_towers.evaluation.score import Evaluation, Score
 from cifar_towers.reporting import figures, run_logger
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.run_logger import Callbacks, RunLogger, memory_usage
-from cifar_towers.reporting.run_records import read_times
 from cifar_towers.towers import Tower
 from tests.runs.short_runs import draw_nothing, events_of, tensors_of
 
@@ -54,35 +53,6 @@ def test_start_has_no_plural_of_one_step_and_tells_parameters_apart(tmp_path, ca
     logger_of(tmp_path)[0].log_start()
     text = capsys.readouterr().out
     assert "50 training images; 1 step of 500, 1 per epoch" in text and "8 parameters (4 trainable)" in text
-
-
-def test_times_are_written_in_place_every_second(tmp_path, monkeypatch):
-    """A shorter content leaves nothing of a longer one. What is damaged counts as absent, and is replaced."""
-    clock = [100.0]
-    monkeypatch.setattr(run_logger.time, "monotonic", lambda: clock[0])
-    logger, _ = logger_of(tmp_path)
-    path = tmp_path / "times.json"
-    for seconds, expected in ((123.456, 123.456), (7.0, 123.456), (8.0, 8.0)):
-        logger.timer.seconds["train"] = seconds
-        logger.write_times()
-        assert read_times(tmp_path) == logger.timer.metadata() | {"seconds": {"train": expected}}
-        clock[0] += 0.75
-    whole = path.read_text()
-    for damaged in ("", whole[:20], whole[20:], "[]\n", "\0" * 1001):
-        path.write_text(damaged)
-        assert read_times(tmp_path) == {}
-        clock[0] += 1
-        logger.write_times()
-        assert path.read_text()[: len(whole)] == whole and read_times(tmp_path)["seconds"] == {"train": 8.0}
-
-
-def test_times_that_cannot_be_written_are_named_once(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(run_logger, "TIMES_SECONDS", 0)
-    (tmp_path / "times.json").mkdir()
-    logger, _ = logger_of(tmp_path)
-    for _ in range(3):
-        logger.write_times()
-    assert caplog.text.count("times.json cannot be written") == 1 and read_times(tmp_path) == {}
 
 
 def test_evaluation_leaves_pictures_of_the_score_that_the_run_reports(tmp_path, monkeypatch):
@@ -130,13 +100,13 @@ def test_result_ends_with_the_score_that_the_run_reports(tmp_path, capsys):
     logger, split = logger_of(tmp_path)
     records = logger.log_evaluation(1, evaluate(split, 3, ("ema", 2), ("raw", 2)), {"test": split}, final=False)
     records[1]["accuracy"] = 1.0
-    seconds, images_per_sec = {"train": 75.0, "lost": 15.0, "not_running": 10.0}, 100.0
+    seconds, images_per_sec = {"train": 75.0, "evaluate": 25.0}, 100.0
     result = {"step": 1, "seconds": seconds, "images_per_sec": images_per_sec, "weights_sha256": "ab" * 32}
-    logger.log_result(result | {"evaluations": records, "lost_steps": 1, "goodput": 0.75})
+    logger.log_result(result | {"evaluations": records})
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "result: test 84.00 % (ema weights, TTA 2, 50 images)"
     assert "test 100.00 % (raw weights, TTA 2, 50 images)" in lines
-    assert "step 1 after 1:40: train 75 s, lost 15 s, not running 10 s; 1 step lost, goodput 75.0 %" in lines
+    assert "step 1 after 1:40: train 75 s, evaluate 25 s" in lines
 
 
 @pytest.mark.parametrize(

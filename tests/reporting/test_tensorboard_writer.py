@@ -1,32 +1,17 @@
 """Event files as TensorBoard reads them."""
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
-from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
-from tensorboard.util.tensor_util import make_ndarray
 
-from cifar_towers.reporting.tensorboard_writer import TensorBoardWriter, _histograms
-from cifar_towers.training.results import TensorStats
+from cifar_towers.reporting.tensorboard_writer import TensorBoardWriter
 from tests.runs.short_runs import events_of, tensors_of
 
 SETTINGS = {"recipe": "speed94", "lr": 0.25, "batch_size": 512, "ema": True}
-
-
-@pytest.mark.parametrize("data", [[0, 1, 1, 2, 5, 5, 8], [-3.0, 4.0], [2.5] * 9, [0.0]])
-def test_histograms_equal_tensorboards(tmp_path, data):
-    counts = np.histogram(data, 8, (min(data), max(data)))[0]
-    buckets = _histograms("weights", ["head"], TensorStats([min(data)], [max(data)], None, None, [counts]))
-    TensorBoardWriter(tmp_path).write("train", 3, {}, histograms=buckets)
-    events = events_of(tmp_path / "train")
-    value = tensors_of(events, "weights/head")[3]
-    assert events.SummaryMetadata("weights/head").plugin_data.plugin_name == "histograms" and value.dtype == np.float64
-    np.testing.assert_allclose(value, make_ndarray(histogram_pb("weights", data, 8).value[0].tensor))
 
 
 def test_image_and_scalars_are_read_back(tmp_path):
