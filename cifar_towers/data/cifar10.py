@@ -70,13 +70,7 @@ def load(data_dir: str = "", names: Iterable[str] = tuple(DIGESTS)) -> dict[str,
     Raises:
       DataError: the prepared copy is damaged. DownloadError: there is no copy, and the download fails.
     """
-    splits = {}
-    for name in names:
-        if name in DIGESTS:
-            splits[name] = split = _load_cached(name) or _decode(name, data_dir)
-            count, per_class = len(split.labels), split.class_counts()[0]
-            log.info("CIFAR-10 %s: %d images, %d per class, sha256 %s", name, count, per_class, split.digest[:16])
-    return splits
+    return {name: _load_cached(name) or _decode(name, data_dir) for name in names if name in DIGESTS}
 
 
 def is_prepared(directory: Path) -> bool:

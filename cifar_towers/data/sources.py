@@ -9,7 +9,7 @@ from typing import NamedTuple
 from cifar_towers.data import arrays, cifar10, folder, image_files, own_data, synthetic, table, tfds_source
 from cifar_towers.data.dataset import CIFAR10, Dataset, Split, split_validation
 from cifar_towers.data.own_data import SPLITS, OwnData
-from cifar_towers.errors import DataError, UsageError, error_text, listed, printable
+from cifar_towers.errors import DataError, UsageError, listed, printable
 from cifar_towers.registry import CSV, FOLDER, NPZ, check_dataset, split_path
 
 log = logging.getLogger(__name__)
@@ -118,11 +118,10 @@ def _load_splits(
         count = len(splits["test"].labels)
         log.info("%s", printable(f"{source.name}: {copies} of {count} test images are copies of training images"))
     for name, split in splits.items():
-        if source.name != "cifar10":  # whose module logs this itself
-            classes = zip(split.info.class_names, split.class_counts(), strict=True)
-            by_class = listed([f"{class_name} {count}" for class_name, count in classes], 10)
-            summary = f"{len(split.labels)} images ({by_class}), sha256 {split.digest[:16]}"
-            log.info("%s", printable(f"{source.name} {name}: {summary}"))
+        classes = zip(split.info.class_names, split.class_counts(), strict=True)
+        by_class = listed([f"{class_name} {count}" for class_name, count in classes], 10)
+        summary = f"{len(split.labels)} images ({by_class}), sha256 {split.digest[:16]}"
+        log.info("%s", printable(f"{source.name} {name}: {summary}"))
         if split.info.image_size != image_size:
             images = image_files.resize_all(split.images, image_size)
             splits[name] = Split(images, split.labels, split.info._replace(image_size=image_size))
@@ -151,9 +150,7 @@ def _locate_own(prefix: str, root: Path) -> Source:
     try:
         found = OWN_DATA[prefix](root)
         data = own_data.complete(found)
-    except OSError as error:
-        raise DataError(f"dataset={name}: {error.filename or root} cannot be read: {error_text(error)}") from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"dataset={name}: {error}") from error
     has_test = "test" in found.splits
     if not has_test and "train" in found.splits:

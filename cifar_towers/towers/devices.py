@@ -45,9 +45,7 @@ def make_towers(
     num_towers: int = 0,
     *,
     soft_placement: bool | None = True,
-    gpu_memory_growth: bool = True,
     gpu_memory_limit_mb: int = 0,
-    intra_op_threads: int = 0,
     multi_worker: bool = False,
 ) -> list[Tower]:
     """Configure and initialize TensorFlow's devices for `num_towers` towers, and return the towers.
@@ -57,9 +55,7 @@ def make_towers(
         fewer devices.
       soft_placement: let logical devices stand in for missing GPUs, and let TensorFlow move an operation that has no
         kernel for its device. If false, either is an error. None: as it is, by default true.
-      gpu_memory_growth: allocate GPU memory as it is needed, not all at once.
       gpu_memory_limit_mb: limit for each GPU, in MB; 0 for none.
-      intra_op_threads: threads inside one operation; 0 divides the cores by the CPU towers.
       multi_worker: configure the devices of one worker of a cluster, whose CPU is a single tower, and leave their
         initialization to `tf.distribute.MultiWorkerMirroredStrategy`.
 
@@ -78,15 +74,15 @@ def make_towers(
     try:
         if soft_placement is not None:
             tf.config.set_soft_device_placement(soft_placement)
-        _set_threads(0 if gpus else count, intra_op_threads)
         if gpus:
-            _divide_gpus(gpus, count, gpu_memory_growth, gpu_memory_limit_mb)
+            _divide_gpus(gpus, count, gpu_memory_limit_mb)
         else:
+            _set_threads(count)
             cpu = tf.config.list_physical_devices("CPU")[0]
             tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
     except RuntimeError:  # already initialized, as in a notebook's second cell
-        if intra_op_threads or gpu_memory_limit_mb or not gpu_memory_growth:
-            log.warning("TensorFlow already runs: its threads and its limits of GPU memory stay as they are")
+        if gpu_memory_limit_mb:
+            log.warning("TensorFlow already runs: its limits of GPU memory stay as they are")
     kind = "GPU" if gpus else "CPU"
     if not multi_worker:
         available = len(tf.config.list_logical_devices(kind))  # initializes the devices
@@ -115,17 +111,14 @@ def describe_out_of_memory(error: tf.errors.OpError) -> str:
     return ""
 
 
-def _set_threads(cpu_towers: int, intra_op_threads: int) -> None:
+def _set_threads(cpu_towers: int) -> None:
     """Give K towers on C cores K operations at a time of C/K threads each, instead of K x C threads."""
     cores = hardware.available_cores()
-    if cpu_towers:
-        tf.config.threading.set_inter_op_parallelism_threads(max(cpu_towers, min(2, cores)))
-        intra_op_threads = intra_op_threads or max(1, cores // cpu_towers)
-    if intra_op_threads:
-        tf.config.threading.set_intra_op_parallelism_threads(intra_op_threads)
+    tf.config.threading.set_inter_op_parallelism_threads(max(cpu_towers, min(2, cores)))
+    tf.config.threading.set_intra_op_parallelism_threads(max(1, cores // cpu_towers))
 
 
-def _divide_gpus(gpus: Sequence[tf.config.PhysicalDevice], num_towers: int, growth: bool, limit_mb: int) -> None:
+def _divide_gpus(gpus: Sequence[tf.config.PhysicalDevice], num_towers: int, limit_mb: int) -> None:
     """Make each GPU one logical device per tower on it, and hide the GPUs without a tower."""
     used = gpus[:num_towers]
     tf.config.set_visible_devices(used, "GPU")
@@ -137,7 +130,7 @@ def _divide_gpus(gpus: Sequence[tf.config.PhysicalDevice], num_towers: int, grow
             share = tf.config.LogicalDeviceConfiguration((limit_mb or _gpu_memory_mb(index)) // shares)
             tf.config.set_logical_device_configuration(gpu, [share] * shares)
         elif not tf.config.get_logical_device_configuration(gpu):  # a divided GPU does not grow
-            tf.config.experimental.set_memory_growth(gpu, growth)
+            tf.config.experimental.set_memory_growth(gpu, True)
 
 
 def _gpu_memory_mb(index: int) -> int:

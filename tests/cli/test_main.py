@@ -88,8 +88,9 @@ def test_help_imports_nothing_slow(name):
     [
         ("train.py", ["--batch_sise=3"], 2, "Did you mean: batch_size"),
         pytest.param("train.py", [*TOO_LARGE_BATCH, "--train_dir={}"], 2, "more than the 10000", marks=SLOW),
-        ("train.py", ["--dataset=folder:nowhere"], 3, "nowhere cannot be read: No such file or directory"),
-        ("train.py", ["--dataset=mnits"], 2, "dataset=mnits: did you mean mnist?"),
+        ("predict.py", ["picture.png"], 2, "which run? give --train_dir"),
+        ("train.py", ["--dataset=folder:nowhere"], 3, "No such file or directory"),
+        ("train.py", ["--dataset=mnits"], 3, "Dataset mnits not found."),
         (
             "launch.py",
             ["speed94"],

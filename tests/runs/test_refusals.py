@@ -37,17 +37,17 @@ def test_run_that_cannot_start_leaves_no_directory(tmp_path, monkeypatch, settin
 def test_validation_images_that_vanish_or_appear_are_changed_data(tmp_path, small_folder):
     """Else the test images would choose the best checkpoint of a run that had validation images, or the reverse."""
     photos = shutil.copytree(small_folder.removeprefix("folder:"), tmp_path / "photos")
-    validation = shutil.copytree(photos / "test", photos / "val")
+    validation = shutil.copytree(photos / "test", photos / "validation")
     on_photos = {"dataset": f"folder:{photos}", "batch_size": 40, "max_steps": 1}
     run(TINY, tmp_path / "with", **on_photos)
-    validation.rename(tmp_path / "val")
+    validation.rename(tmp_path / "validation")
     refused = "was trained on other validation images than folder:.*/photos has now; put the images back as they"
     with pytest.raises(DataError, match=refused) as caught:
         run(TINY, tmp_path / "with", **on_photos)
     assert caught.value.exit_code == 3
     run(TINY, tmp_path / "without", **on_photos)
     assert run(TINY, tmp_path / "without", **on_photos)["step"] == 1  # which is complete
-    (tmp_path / "val").rename(validation)
+    (tmp_path / "validation").rename(validation)
     with pytest.raises(DataError, match=refused):
         run(TINY, tmp_path / "without", **on_photos)
     assert run(TINY, tmp_path / "with", **on_photos)["step"] == 1  # with its images it goes on

@@ -72,12 +72,12 @@ def test_more_towers_than_initialized_devices_are_an_error():
 
 @pytest.mark.parametrize(
     ("settings", "warned"),
-    [({"intra_op_threads": 7}, True), ({"gpu_memory_limit_mb": 10, "intra_op_threads": 7}, True), ({}, False)],
+    [({"gpu_memory_limit_mb": 10}, True), ({}, False)],
     ids=str,
 )
 def test_settings_that_come_too_late_are_a_warning(caplog, settings, warned):
     make_towers(2, **settings)
-    line = "TensorFlow already runs: its threads and its limits of GPU memory stay as they are"
+    line = "TensorFlow already runs: its limits of GPU memory stay as they are"
     assert (line in caplog.text) == warned
 
 
@@ -113,19 +113,19 @@ def configured(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("towers", "growth", "limit_mb", "visible", "expected"),
+    ("towers", "limit_mb", "visible", "expected"),
     [
-        (2, True, 0, ("GPU a", "GPU b"), [("GPU a", True), ("GPU b", True)]),
-        (1, False, 0, ("GPU a",), [("GPU a", False)]),
-        (3, True, 0, ("GPU a", "GPU b"), [("GPU a", [4500, 4500]), ("GPU b", [9000])]),
-        (4, True, 6000, ("GPU a", "GPU b"), [("GPU a", [3000, 3000]), ("GPU b", [3000, 3000])]),
-        (8, True, 0, ("GPU a", "GPU b"), [("GPU a", [2250] * 4), ("GPU b", [2250] * 4)]),
+        (2, 0, ("GPU a", "GPU b"), [("GPU a", True), ("GPU b", True)]),
+        (1, 0, ("GPU a",), [("GPU a", True)]),
+        (3, 0, ("GPU a", "GPU b"), [("GPU a", [4500, 4500]), ("GPU b", [9000])]),
+        (4, 6000, ("GPU a", "GPU b"), [("GPU a", [3000, 3000]), ("GPU b", [3000, 3000])]),
+        (8, 0, ("GPU a", "GPU b"), [("GPU a", [2250] * 4), ("GPU b", [2250] * 4)]),
     ],
     ids=["memory growth", "unused GPUs are invisible", "shared equally", "limit of each GPU", "four each"],
 )
-def test_gpu_memory(configured, monkeypatch, towers, growth, limit_mb, visible, expected):
+def test_gpu_memory(configured, monkeypatch, towers, limit_mb, visible, expected):
     monkeypatch.setattr(devices, "_gpu_memory_mb", lambda index: 9000)
-    devices._divide_gpus(["GPU a", "GPU b"], towers, growth, limit_mb)
+    devices._divide_gpus(["GPU a", "GPU b"], towers, limit_mb)
     assert configured == [("visible", visible), *expected]
 
 
