@@ -27,7 +27,7 @@ STEPS = 60
 TIMEOUT = 240.0  # seconds that no run takes
 MAX_RESPONSE = 30.0  # seconds from the fault to the end of the workers
 FLAGS = (
-    *("--dataset=synthetic", "--model=cifarnet", "--batch_size=24", "--precision=float32", "--intra_op_threads=1"),
+    *("--dataset=synthetic", "--model=cifarnet", "--batch_size=24", "--precision=float32"),
     *("--checkpoint_every_steps=7", "--summary_every_steps=1", "--eval_every_epochs=0", f"--max_steps={STEPS}"),
 )
 BATCH_SCRIPT = SCRIPTS.parent / "docs" / "cluster" / "train.sbatch"
