@@ -130,4 +130,4 @@ def _position(rng: random.Random, size: int) -> int:
     return rng.choice((position, position, position % END_BYTES, size - 1 - position % END_BYTES)) % size
 
 
-EXPERIMENTS = [Experiment("damaged checkpoint", subjects.ALL[:1], 60, 1000, damage_checkpoint)]
+EXPERIMENTS = [Experiment("damaged checkpoint", subjects.ALL, 60, 1000, damage_checkpoint)]

@@ -91,11 +91,11 @@ class Disk:
         return len(self._operations)
 
     def do(self, call: str, path: str, *arguments) -> None:
-        """Carries out a call.
+        """Carry out a call.
 
         `create` and `mkdir` make a file or directory, `rename` moves one to a new path, `remove` removes one, `write`
-        writes data at an offset, `append` at the end, `truncate` sets a file's size. `sync` makes a file's content, or
-        the names in a directory, last; not the file's own name.
+        writes data at an offset, `truncate` sets a file's size. `sync` makes a file's content, or the names in a
+        directory, last; not the file's own name.
         """
         nodes = self._now.nodes()
 
@@ -112,8 +112,6 @@ class Disk:
                 operation = _Move(nodes[path], None, {place(path)[0]})
             case ["write", offset, data]:
                 operation = _Write(nodes[path], offset, data)
-            case ["append", data]:
-                operation = _Write(nodes[path], len(self._now.contents[nodes[path]]), data)
             case ["truncate", size]:
                 operation = _Truncate(nodes[path], size)
             case ["sync"]:

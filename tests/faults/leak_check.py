@@ -44,20 +44,20 @@ def check_leaks(trial: Trial) -> str:
 def _sampled(path: Path, update: Callable) -> Callable:
     """`update`, after which the resources of this process are written to a file every so many steps."""
 
-    def wrapped(trainer, step, *args):
-        metrics = update(trainer, step, *args)
+    def wrapped(run, step, *args):
+        finished = update(run, step, *args)
         if (step + 1) % SAMPLE_EVERY == 0:
             status = Path("/proc/self/status").read_text()
             sample = {
                 "step": step + 1,
-                "traced": hooks.num_traces(trainer),
+                "traced": hooks.num_traces(run),
                 "resident_mb": int(re.search(r"VmRSS:\s*(\d+)", status)[1]) / 1000,
                 "threads": int(re.search(r"Threads:\s*(\d+)", status)[1]),
                 "files": len(os.listdir("/proc/self/fd")),
             }
             with path.open("a") as file:
                 file.write(json.dumps(sample) + "\n")
-        return metrics
+        return finished
 
     return wrapped
 

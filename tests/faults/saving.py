@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 import os
 import shutil
 import signal
@@ -14,14 +13,12 @@ from tests.faults import disk, harness, subjects, tracing
 from tests.faults.harness import Experiment, Trial, check
 
 MARKER = "returned-"  # a failed removal of `returned-3` marks in the trace that the save of step 3 has returned
-STRIDE = 4  # the quick form tries every fourth call
 ATTEMPTS = 5
 
 
 def kill(trial: Trial) -> str:
     """Kill the save of step 4, the first that also removes a checkpoint, when it is about to make one call."""
-    points = _traced_save(trial.subject)
-    index = sorted(range(len(points)), key=lambda index: (index % STRIDE, index))[trial.index]
+    points, index = _traced_save(trial.subject), trial.index
     inject = f"inject={points[index].name}:signal=KILL:when={points[index].number}"
     for attempt in range(ATTEMPTS):  # a call elsewhere in between, as to wake up a thread, may shift the count by one
         scratch = trial.scratch / str(attempt)
@@ -104,16 +101,14 @@ def _save(
     return child.exit_code, tracing.read_calls(output, root, MARKER)
 
 
+def _count_calls(subject: str) -> int:
+    return len(_traced_save(subject))
+
+
 EXPERIMENTS = [
-    Experiment(
-        "kill in a save",
-        subjects.ALL[:1],
-        quick=lambda subject: math.ceil(len(_traced_save(subject)) / STRIDE),
-        long=lambda subject: len(_traced_save(subject)),
-        trial=kill,
-    ),
-    Experiment("power loss", subjects.ALL[:1], 200, 5_000, functools.partial(lose_power, False)),
-    Experiment("power loss, older saves on disk", subjects.ALL[:1], 200, 5_000, functools.partial(lose_power, True)),
+    Experiment("kill in a save", subjects.ALL, _count_calls, _count_calls, kill),
+    Experiment("power loss", subjects.ALL, 200, 5_000, functools.partial(lose_power, False)),
+    Experiment("power loss, older saves on disk", subjects.ALL, 200, 5_000, functools.partial(lose_power, True)),
 ]
 if not shutil.which("strace"):
     print("no strace: no save is traced or killed")

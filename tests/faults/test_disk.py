@@ -36,8 +36,8 @@ CASES = {  # operations; a dictionary is what a running system sees after them, 
         *(("sync", "file"), contents(b"2222")),
     ),
     "a shorter file": (
-        *(("create", "file"), ("append", "file", b"old."), ("sync", "file"), ("sync", ".")),
-        *(("truncate", "file", 0), ("append", "file", b"new"), ("sync", "file"), contents(b"new")),
+        *(("create", "file"), ("write", "file", 0, b"old."), ("sync", "file"), ("sync", ".")),
+        *(("truncate", "file", 0), ("write", "file", 0, b"new"), ("sync", "file"), contents(b"new")),
     ),
     "a rename": (
         *(("create", "new"), ("write", "new", 0, b"new"), ("sync", "new")),
@@ -89,49 +89,31 @@ def test_write_state(tmp_path):
     assert (tmp_path / "b").read_bytes() == b""
 
 
-SYNCED = {  # by `files.commit`
-    "its files": lambda path: path.is_file(),
-    "its directory": lambda path: path.name.startswith(files.TEMPORARY),
-    "its parent": lambda path: path.name == "checkpoints",
-    "the parent of that": lambda path: (path / "checkpoints").exists(),
-}
+@pytest.mark.parametrize("forgotten", ["nothing", "the file", "its directory"])
+def test_write_whole_survives_power_loss_unless_it_forgets_to_sync(tmp_path, monkeypatch, forgotten):
+    path, disk = tmp_path / "file", Disk()
+    temporary = files.TEMPORARY + path.name
 
+    def sync_file(_):
+        disk.do("create", temporary)
+        disk.do("write", temporary, 0, (tmp_path / temporary).read_bytes())
+        if forgotten != "the file":
+            disk.do("sync", temporary)
 
-@pytest.mark.parametrize("forgotten", [None, *SYNCED])
-def test_commit_survives_power_loss_unless_it_forgets_to_sync(tmp_path, monkeypatch, forgotten):
-    root, disk = tmp_path / "run", Disk()
-    root.mkdir()
-
-    def relative(path):
-        return str(path.relative_to(root))
-
-    def add_new_files():
-        for path in sorted(root.rglob("*")):
-            if relative(path) not in disk.now():
-                disk.do("mkdir" if path.is_dir() else "create", relative(path))
-                if path.is_file():
-                    disk.do("append", relative(path), path.read_bytes())
-
-    def sync(path):
-        add_new_files()
-        if not (forgotten and SYNCED[forgotten](path)):
-            disk.do("sync", relative(path))
-
-    def rename(old, new, really=os.rename):
-        add_new_files()
+    def rename(old, new, really=os.replace):
         really(old, new)
-        disk.do("rename", relative(old), relative(new))
+        disk.do("rename", temporary, path.name)
 
-    monkeypatch.setattr(files, "sync", sync)
-    monkeypatch.setattr(os, "rename", rename)
-    files.commit(root / "checkpoints" / "step-1", lambda directory: (directory / "state").write_bytes(b"state"))
+    def sync_directory(_):
+        if forgotten != "its directory":
+            disk.do("sync", ".")
 
-    good = True
-    for moment in range(len(disk) + 1):
-        for number, state in enumerate(states(disk, moment, tries=100)):
-            left = tmp_path / f"{moment}-{number}"
-            left.mkdir()
-            write_state(state, left)
-            step = left / "checkpoints" / "step-1"
-            good &= not files.validate(step) if step.exists() else moment < len(disk)
-    assert good == (forgotten is None)
+    for owner, name, function in ((os, "fsync", sync_file), (os, "replace", rename), (files, "sync", sync_directory)):
+        monkeypatch.setattr(owner, name, function)
+    files.write_whole(path, b"old")
+    first = len(disk)
+    files.write_whole(path, b"new")
+    assert disk.now() == {path.name: b"new"}
+    meanwhile = {state.get(path.name) for moment in range(first, len(disk)) for state in states(disk, moment)}
+    afterwards = {state.get(path.name) for state in states(disk)}
+    assert (meanwhile == {b"old", b"new"} and afterwards == {b"new"}) == (forgotten == "nothing")
