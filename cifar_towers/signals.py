@@ -4,9 +4,11 @@ import contextlib
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # USR1: what Slurm sends before the time is up
+REPEAT_SECONDS = 0.1  # `timeout` and schedulers signal a process, and at once its group: that is one signal
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,9 @@ class StopSignals:
 
         def record(number: int, frame: object) -> None:
             self.received = number
+            for each in self._numbers:
+                signal.signal(each, signal.SIG_IGN)
+            time.sleep(REPEAT_SECONDS)
             restore()
             log.info(f"{signal.Signals(number).name}: saving after this step; send it again to stop at once")
 

@@ -16,7 +16,6 @@ from cifar_towers.cli.run import Run
 from cifar_towers.config import TrainConfig, parse_seeds, programs
 from cifar_towers.config.train_config import recipe_names
 from cifar_towers.errors import DivergedError, RunError, UsageError
-from cifar_towers.evaluation.score import describe_score, reported_score
 from cifar_towers.multi_worker import cluster_spec, launcher
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
 from cifar_towers.signals import StopSignals
@@ -58,6 +57,7 @@ def start_training(
     What can be refused without TensorFlow is refused before it is imported, which takes seconds.
     """
     from cifar_towers.checkpointing.run_directory import open_run
+    from cifar_towers.evaluation.score import describe_score, reported_score
     from cifar_towers.reporting.phase_timer import PhaseTimer
 
     timer = PhaseTimer()  # TensorFlow's import is a part of the start

@@ -132,11 +132,11 @@ def test_gpu_memory(configured, monkeypatch, towers, limit_mb, visible, expected
 def test_a_gpu_that_is_divided_already_does_not_grow(configured, monkeypatch):
     """A notebook may ask for four towers and then for one: TensorFlow refuses growth then."""
     monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda gpu: ["a logical GPU"])
-    devices._divide_gpus(["GPU a"], 1, growth=True, limit_mb=0)
+    devices._divide_gpus(["GPU a"], 1, limit_mb=0)
     assert configured == [("visible", ("GPU a",))]
 
 
 def test_shared_gpu_of_unknown_memory_needs_a_limit(configured, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match="set gpu_memory_limit_mb"):
-        devices._divide_gpus(["GPU a", "GPU b"], 4, True, 0)
+        devices._divide_gpus(["GPU a", "GPU b"], 4, 0)
