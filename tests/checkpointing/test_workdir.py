@@ -86,11 +86,11 @@ def test_a_resumed_run_keeps_its_directory_and_the_run_it_began_with(tmp_path, m
     monkeypatch.chdir(tmp_path)
     begun = dataclasses.replace(CONFIG, train_dir="runs/cifarnet-seed0", init_from="runs/other")
     save(begun)
-    chosen = workdir.choose_directory(resumed, "", "")
+    chosen = workdir.choose_directory(resumed, "")
     assert chosen.directory == begun.directory and chosen.init_from == "runs/other"
     workdir.check_settings(chosen)
-    assert workdir.choose_directory(chosen, "", "") == chosen
-    again = workdir.choose_directory(dataclasses.replace(resumed, overwrite=True), "", "")
+    assert workdir.choose_directory(chosen, "") == chosen
+    again = workdir.choose_directory(dataclasses.replace(resumed, overwrite=True), "")
     assert again.directory == begun.directory and again.init_from == resumed.init_from
 
 
