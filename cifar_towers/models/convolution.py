@@ -32,12 +32,13 @@ def conv2d(images: tf.Tensor, kernel: tf.Tensor, strides: int = 1, padding: Padd
     """
     padding = padding.upper() if isinstance(padding, str) else padding
     same = padding in ("SAME", even_padding(images.shape, kernel.shape)) and None not in images.shape[1:]
-    suitable = same and strides == 1 and _on_cpu(images)
+    on_cpu = _on_cpu(images)
+    suitable = same and strides == 1 and on_cpu
     if suitable and _suits_winograd(images, kernel):
         height, width = images.shape[1:3] if padding == "SAME" else (size - size % 2 for size in images.shape[1:3])
         return winograd_conv2d(images, kernel, height, width)
     faster = suitable and _suits_products(images, kernel)
-    if not faster and (isinstance(padding, str) or strides != 1):
+    if not faster and (not on_cpu or isinstance(padding, str) or strides != 1):
         return tf.nn.conv2d(images, kernel, strides, padding)
 
     @tf.custom_gradient

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from cifar_towers import trainer
 from cifar_towers.errors import DataError, UsageError
+from cifar_towers.training import build
 from tests.runs.short_runs import TINY, run
 
 OOM = tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor\nwith shape [1024,64]")
@@ -17,6 +18,15 @@ def test_too_little_memory_is_explained(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "train_from", Mock(side_effect=OOM))
     with pytest.raises(UsageError, match=r"memory is too small .*\[1024,64\].*--micro_batches=4 and --overwrite"):
         run(TINY, tmp_path / "run", micro_batches=2)
+
+
+def test_an_error_while_the_step_is_built_is_a_bug(tmp_path, monkeypatch):
+    """A usage error would have no traceback, and the launcher would not restart the run."""
+    error = ValueError("of Keras")
+    monkeypatch.setattr(build, "make_optimizer", Mock(side_effect=error))
+    with pytest.raises(ValueError, match="of Keras") as caught:
+        run(TINY, tmp_path / "run")
+    assert caught.value is error
 
 
 @pytest.mark.parametrize(
