@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers import trainer
-from cifar_towers.errors import DataError, UsageError
+from cifar_towers.errors import DataError, Interrupted, UsageError
 from cifar_towers.training import build
-from tests.runs.short_runs import TINY, run
+from tests.runs.short_runs import TINY, StopAtStep, run
 
 OOM = tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor\nwith shape [1024,64]")
 
@@ -48,16 +48,20 @@ def test_validation_images_that_vanish_or_appear_are_changed_data(tmp_path, smal
     """Else the test images would choose the best checkpoint of a run that had validation images, or the reverse."""
     photos = shutil.copytree(small_folder.removeprefix("folder:"), tmp_path / "photos")
     validation = shutil.copytree(photos / "test", photos / "validation")
-    on_photos = {"dataset": f"folder:{photos}", "batch_size": 40, "max_steps": 1}
-    run(TINY, tmp_path / "with", **on_photos)
+    on_photos = {"dataset": f"folder:{photos}", "batch_size": 40, "max_steps": 2}
+
+    def stop_after_a_step(name):
+        with pytest.raises(Interrupted, match="step 1"):
+            run(TINY, tmp_path / name, StopAtStep(1), **on_photos)
+
+    stop_after_a_step("with")
     validation.rename(tmp_path / "validation")
     refused = "was trained on other validation images than folder:.*/photos has now; put the images back as they"
     with pytest.raises(DataError, match=refused) as caught:
         run(TINY, tmp_path / "with", **on_photos)
     assert caught.value.exit_code == 3
-    run(TINY, tmp_path / "without", **on_photos)
-    assert run(TINY, tmp_path / "without", **on_photos)["step"] == 1  # which is complete
+    stop_after_a_step("without")
     (tmp_path / "validation").rename(validation)
     with pytest.raises(DataError, match=refused):
         run(TINY, tmp_path / "without", **on_photos)
-    assert run(TINY, tmp_path / "with", **on_photos)["step"] == 1  # with its images it goes on
+    assert run(TINY, tmp_path / "with", **on_photos)["step"] == 2  # with its images it goes on
