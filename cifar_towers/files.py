@@ -150,15 +150,12 @@ class BestEffortWrites:
 
 
 @contextlib.contextmanager
-def locked(path: Path, wait: bool = False) -> Iterator[bool]:
+def locked(path: Path) -> Iterator[bool]:
     """Lock the file `path` during the context, and yield whether this process got the lock.
 
     The operating system releases the lock when the process ends, even if it is killed.
-
-    Args:
-      wait: wait until the lock is free. Otherwise give up after `LOCK_PATIENCE_SECONDS`.
     """
-    deadline = math.inf if wait else time.monotonic() + LOCK_PATIENCE_SECONDS  # `is_locked` may be looking
+    deadline = time.monotonic() + LOCK_PATIENCE_SECONDS  # `is_locked` may be looking
     with path.open("a") as file:
         while not (is_ours := _try_lock(file, fcntl.LOCK_EX)) and time.monotonic() < deadline:
             time.sleep(0.02)

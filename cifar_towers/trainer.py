@@ -35,7 +35,7 @@ from cifar_towers.training.diagnostics import make_diagnose_fn
 from cifar_towers.training.health import Health
 from cifar_towers.training.step_runner import FinishedStep, StepRunner
 
-AGAIN = "the same command resumes"  # how messages end
+AGAIN = "the same command resumes, without --overwrite"  # how messages end
 
 
 def train(

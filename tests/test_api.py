@@ -18,7 +18,7 @@ from PIL import Image
 import cifar_towers
 from cifar_towers import api
 from cifar_towers.data import synthetic
-from cifar_towers.errors import RunError, UsageError
+from cifar_towers.errors import UsageError
 from tests.configs import TINY_NET
 from tests.runs.short_runs import small_runs
 
@@ -124,16 +124,16 @@ def test_the_settings_of_the_callers_keras_change_nothing_and_are_kept(run, smal
 
 def test_another_backend_of_keras_is_refused(run, small_set, monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
-    with pytest.raises(UsageError, match="^Keras was imported with jax; set KERAS_BACKEND=tensorflow before"):
+    with pytest.raises(UsageError, match="^Keras has the backend jax; towers need KERAS_BACKEND=tensorflow"):
         cifar_towers.predict(run, small_set[1].images[:2], model=TINY_NET)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": 1}, r"^lr is not a flag; did you mean learning_rate\? --helpfull"),
+        ({"lr": 1}, "^Unknown command line flag 'lr'; --helpfull lists the flags"),
         ({"epochs": -1}, "epochs=-1.0 is too small"),
-        ({"recipe": "sped94"}, "did you mean speed94"),
+        ({"recipe": "sped94"}, "recipe=sped94 is not one of cifarnet, "),
         ({"seeds": "0,1"}, "seeds is for the programs"),
         ({"loss": "nowhere.py:f", "label_smoothing": 0}, "loss=nowhere.py:f: there is no file .*nowhere.py"),
     ],
@@ -148,15 +148,6 @@ def test_settings_are_refused_with_the_sentence_of_the_command_line(settings, me
 def test_an_error_in_the_run_names_settings_and_no_flags(tmp_path):
     with pytest.raises(UsageError, match=r"batch_size=1000 is more than the 400 .*; give batch_size=256$"):
         cifar_towers.train(train_dir=tmp_path, **SETTINGS | {"batch_size": 1000})
-
-
-def test_weights_that_are_not_expected_are_an_error(run):
-    """A run that is finished is checked too, as on the command line."""
-    expected, settings = run.result["weights_sha256"], {"train_dir": run.directory, **SETTINGS}
-    assert cifar_towers.train(expect_sha256=expected[:16], **settings).result == run.result
-    message = f"weights after step 8 have sha256 {expected[:16]}, not expect_sha256=0123456789abcdef: "
-    with pytest.raises(RunError, match=message):
-        cifar_towers.train(expect_sha256="0123456789abcdef", **settings)
 
 
 def test_an_interrupt_saves_and_the_same_call_resumes_to_the_same_bits(run, tmp_path, capsys):
@@ -181,7 +172,7 @@ def test_an_interrupt_after_overwrite_says_that_overwrite_would_delete_the_run(r
     started = shutil.copytree(run.directory, tmp_path / "run")
     stopped = cifar_towers.train(train_dir=started, overwrite=True, callbacks=[interrupt], **SETTINGS)
     assert stopped.result is None
-    assert capsys.readouterr().out.endswith(": the same command without overwrite resumes\n")
+    assert capsys.readouterr().out.endswith(": the same command resumes, without overwrite\n")
 
 
 def test_training_in_another_thread(run, tmp_path):
@@ -218,10 +209,10 @@ def test_a_changed_file_of_the_users_is_read_and_named(tmp_path, capsys):
     file = tmp_path / "mine.py"
     for steps, share in ((1, 1.0), (2, 0.95)):
         file.write_text(code.format(share=share))
-        cifar_towers.train(max_steps=steps, train_dir=tmp_path, loss=f"{file}:loss", **SETTINGS)
+        cifar_towers.train(max_steps=steps, train_dir=tmp_path / "run", loss=f"{file}:loss", **SETTINGS)
         printed = capsys.readouterr().out
         assert f"share {share}" in printed
-        assert (f"loss={file}:loss: the file has changed since step 1, so" in printed) == (steps == 2)
+        assert ("code of loss " in printed) == (steps == 2)
 
 
 @pytest.mark.slow

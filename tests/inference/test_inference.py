@@ -120,7 +120,7 @@ def test_pictures_that_cannot_be_read_are_named(run, folder, tmp_path):
     (folder / "9.png").write_bytes(b"no picture")
     (tmp_path / "empty").mkdir()
     for pictures, error, message in (
-        (folder, DataError, "9.png is not a JPEG"),
+        (folder, DataError, "9.png cannot be read as an image"),
         (tmp_path / "nowhere.png", DataError, "nowhere.png cannot be read"),
         (tmp_path / "empty", UsageError, "empty contains no pictures"),
         (SMALL[1].images / 255, UsageError, r"float64; give uint8 \[n, 32, 32, 3\]"),

@@ -54,7 +54,7 @@ def test_every_key_of_the_records_is_documented_and_no_other(tiny_run):
     assert set().union(*map(keys_in, evaluations)) == EVALUATION.keys()
     source = inspect.getsource(sys.modules[RunLogger.__module__])
     assert source.count("metrics.write(") == source.count("self.metrics.write(kind=") == 2
-    written = literal_keys(RunLogger.log_step) | literal_keys(RunLogger._tower_agreement)
+    written = literal_keys(RunLogger.log_step)
     assert written == {key.removeprefix("towers.") for key in TRAINING} | {"towers"}
     assert literal_keys(RunLogger.log_evaluation) | EVALUATION_KEYS == EVALUATION.keys()
 

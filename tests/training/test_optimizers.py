@@ -134,7 +134,6 @@ def test_groups_have_their_own_rates_and_no_gradient_means_no_update():
     ]
     optimizer = Optimizer(groups)
     assert optimizer.learning_rates(1) == {"a": 0.2, "bc": 0.5}
-    assert optimizer.learning_rates(1, 0.5) == {"a": 0.1, "bc": 0.25}
     rates = {name: tf.constant(rate) for name, rate in optimizer.learning_rates(1).items()}
     gradients = [(None, c), (tf.constant([1.0]), b), (tf.constant([1.0]), a)]
     assign(optimizer.compute_updates(gradients, rates, tf.constant(1)))
@@ -184,14 +183,10 @@ def test_roles_by_name_belong_to_the_speednets():
     for name in ("whitening", "group1_conv1", "conv2", "last"):
         outputs = keras.layers.Conv2D(2, 2, name=name)(outputs)
     model = keras.Model(images, outputs)
-    count = {role: len(found) for role, found in split_by_role(model, first_group=True).items()}
-    assert count == {
-        "kernels": 3, "biases": 4, "head": 1, "whitening": 0, "first_kernels": 0, "first_biases": 0
-    }  # fmt: skip
-    count = {role: len(found) for role, found in split_by_role(model, True, first_group=True).items()}
-    assert count == {
-        "kernels": 1, "biases": 2, "head": 1, "whitening": 2, "first_kernels": 1, "first_biases": 1
-    }  # fmt: skip
+    count = {role: len(found) for role, found in split_by_role(model).items()}
+    assert count == {"kernels": 3, "biases": 4, "head": 1, "whitening": 0}
+    count = {role: len(found) for role, found in split_by_role(model, True).items()}
+    assert count == {"kernels": 2, "biases": 3, "head": 1, "whitening": 2}
 
 
 def test_the_head_is_the_last_kernel_with_an_output_for_each_class():
