@@ -61,10 +61,10 @@ def test_the_first_signal_is_recorded_and_announced_and_the_second_kills(number)
     assert saved == f"saved {int(number)}" and exit_code == -number
 
 
-@pytest.mark.parametrize(("pause", "step"), [(0.0, busy(1)), (0.1, busy(1)), (0.0, "pass")])
-def test_signals_at_once_or_during_one_step_are_one(pause, step):
+@pytest.mark.parametrize(("pause", "is_busy"), [(0.0, True), (0.1, True), (0.0, False)])
+def test_signals_at_once_or_during_one_step_are_one(pause, is_busy):
     """`timeout` signals a process, then its group."""
-    exit_code, out = send(signal.SIGTERM, (0.1, pause), step)
+    exit_code, out = send(signal.SIGTERM, (0.1, pause), busy(1) if is_busy else "pass")
     assert out.endswith("saved 15\nended\n") and exit_code == 0
 
 

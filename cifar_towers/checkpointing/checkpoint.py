@@ -56,16 +56,14 @@ def read_checkpoint(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     content = path.read_bytes()
     try:
         with np.load(io.BytesIO(content)) as archive:
-            if damaged := archive.zip.testzip():  # np.load checks a CRC only if it reads an entry to its end
-                raise ValueError(f"{damaged} has another CRC")
+            damaged = archive.zip.testzip()  # np.load checks a CRC only if it reads an entry to its end
             values = {name: archive[name] for name in archive.files}
         metadata = json.loads(str(values.pop(METADATA)))
+        number, step = metadata["num_variables"], metadata["step"]
+        if damaged or number != len(values) or step != step_of(path):
+            raise ValueError(f"CRC of {damaged}" if damaged else f"{len(values)} of {number} variables, step {step}")
     except Exception as error:  # zipfile and NumPy raise many types of errors
         raise DataError(f"{path} is damaged ({error_text(error)})") from error
-    if metadata["num_variables"] != len(values):
-        raise DataError(f"{path} is damaged (it has {len(values)} variables of {metadata['num_variables']})")
-    if metadata["step"] != step_of(path):
-        raise DataError(f"{path} is damaged (it is of step {metadata['step']})")
     return values, metadata
 
 

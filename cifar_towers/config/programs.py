@@ -175,8 +175,6 @@ class LaunchConfig:
 
     def __post_init__(self):
         check_limits(self)
-        if self.num_workers == 1:
-            raise UsageError("num_workers=1 is no cluster; give 2 or more, or 0 for one process")
         if not self.command and not self.num_workers:
             raise UsageError("launch what? write: launch.py --num_workers=2 -- --recipe=speed94")
 
@@ -211,8 +209,6 @@ class BenchmarkConfig:
             counts = tuple(int(part) for part in self.towers.split(",")) if self.towers else ()
         except ValueError:
             raise UsageError(f"towers={self.towers} is not a list of whole numbers; write --towers=1,2,4") from None
-        if any(count < 1 for count in counts):
-            raise UsageError(f"towers={self.towers}: a number of towers is 1 or more")
         return tuple(sorted(set(counts)))
 
     @property

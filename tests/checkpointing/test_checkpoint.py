@@ -86,7 +86,7 @@ def test_no_fault_is_read_as_other_values(tmp_path):
 
 def test_a_checkpoint_under_another_steps_name_is_damaged(tmp_path):
     path = save(tmp_path)
-    with pytest.raises(DataError, match="it is of step 12"):
+    with pytest.raises(DataError, match="3 of 3 variables, step 12"):
         read_checkpoint(path.rename(checkpoint_path(tmp_path, 13)))
 
 

@@ -194,7 +194,6 @@ def test_a_missing_model_is_refused_before_tensorflow_is_imported(tmp_path, prog
     [
         ([], "launch what? write: launch.py --num_workers=2 -- --recipe=speed94; flags of train.py stand"),
         (["--num_workers=2", f"--flagfile={ROOT / 'configs/cifarnet.cfg'}"], "flags of train.py stand after --"),
-        (["--num_workers=1", "--", "--seed=1"], "num_workers=1 is no cluster"),
         (["--num_workers=5", "--", "--batch_size=999"], "cannot be shared by 5 towers; 995 and 1000 can"),
         (["--num_workers=2", "--", "--strategy=multi_worker", "--workers=a:5000,b:5000"], "workers on this machine"),
         (["--", "--seeds=0,x"], "seeds=0,x is not a list of whole numbers"),
