@@ -175,7 +175,7 @@ def curves(groups: Groups) -> list[Picture]:
             name: [[score for score in run if (score["split"], score["weights"]) == kind] for run in runs]
             for name, runs in evaluations.items()
         }
-        title = f"{shorten('{} accuracy, {} weights'.format(*kind), 60)}, no TTA"
+        title = shorten(f"accuracy, {'/'.join(kind)}", 60)
         pictures += _lines(scores, "accuracy", title, "accuracy, %", 100)
     training = {name: [run.training for run in group] for name, group in groups.items()}
     for curve in CURVES:

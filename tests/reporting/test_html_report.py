@@ -14,7 +14,7 @@ from tests.programs import call
 from tests.reporting.example_runs import CLASSES, accuracies, change, make_run, read_records, read_result, write_records
 
 HOSTILE = "<script>alert('1')</script><img src=http://evil.example/x.png onerror=\"x()\">&amp;\"'\ud800\n"
-RAW, TTA = "accuracy, %|test, raw weights, no TTA", "accuracy, %|test, raw weights, TTA 2"
+RAW, TTA = "accuracy, %|test/raw", "accuracy, %|test/raw_tta2"
 
 
 class Page:
@@ -121,7 +121,7 @@ def test_mean_is_over_finished_runs(tmp_path, plotted):
     newest, unfinished = read_records(runs[1], "eval")[-1], page.results("s1")
     assert unfinished["steps"] == "220|unfinished" and unfinished[TTA] == "-"
     reported = "accuracy, %|as reported"
-    assert unfinished[reported].endswith("no TTA, at step 198") and "at step" not in page.results("s0")[reported]
+    assert unfinished[reported].endswith("test/raw, at step 198") and "at step" not in page.results("s0")[reported]
     assert newest["step"] == 198 and unfinished[RAW].startswith(f"{100 * newest['accuracy']:.2f}|")
     change(runs[0], "result.json", step=132)  # continued after its result
     page = render(*runs)
@@ -138,7 +138,7 @@ def test_missing_files_and_records_are_left_out(tmp_path, plotted, missing):
         (run / missing).unlink()
     assert render(run, other).results("run")["run"] == "run"
     complete, page = render(other), render(run)
-    parts = {"mistakes.png": "mistakes", "train": "training loss", "eval": "no TTA, by epoch"}
+    parts = {"mistakes.png": "mistakes", "train": "training loss", "eval": "test/raw, by epoch"}
     for part in parts.values():
         assert any(part in image["alt"] for image in complete.images), part
         assert any(part in image["alt"] for image in page.images) == (part != parts.get(missing)), part
@@ -217,24 +217,24 @@ def test_confusion_matrices_of_a_group_are_summed_over_its_finished_runs(tmp_pat
     (picture,) = html_report.confusion_matrices(groups_of(*paths))
     ((counts, names, title),) = plotted.values()
     assert (counts == expected).all()
-    assert names == CLASSES and title == "speed94, seeds 0, 1: test, raw weights, TTA 2"
+    assert names == CLASSES and title == "speed94, seeds 0, 1: test/raw_tta2"
     assert f"{np.trace(counts):,} of {counts.sum():,} right" in picture.alt
 
 
 def test_run_reports_its_averaged_weights_whatever_their_accuracy(tmp_path, plotted):
     path = make_run(tmp_path / "run", ema=True)
     change_scores(path, accuracy=lambda score: 0.5 if score["weights"] == "ema" else 0.9)
-    assert render(path).results("run")["accuracy, %|as reported"] == "50.00|test, ema weights, TTA 2"
+    assert render(path).results("run")["accuracy, %|as reported"] == "50.00|test/ema_tta2"
 
 
 def test_groups_are_compared_by_a_kind_of_score_that_all_report(tmp_path, plotted):
     paths = [*make_runs(tmp_path, ema=True), *make_runs(tmp_path, recipe="other", ema=True)]
     for path, accuracy in zip(paths, (0.94, 0.95, 0.96, 0.91, 0.93, 0.95), strict=True):
         change_scores(path, accuracy=lambda s, x=accuracy: x if (s["weights"], s["tta"]) == ("ema", 2) else 0.5)
-    text = "speed94 - other: +2.00 points (95 % -1.58 to +5.58), n=3 and 3; test, ema weights, TTA 2"
+    text = "speed94 - other: +2.00 points (95 % -1.58 to +5.58), n=3 and 3; test/ema_tta2"
     assert text in render(*paths).texts
     unfinished = make_runs(tmp_path, recipe="third", finished=False)
     assert "difference of mean" not in render(*paths[:3], *unfinished).html
     raw = make_runs(tmp_path, 2, recipe="raw")
     (line,) = run_records.compare_groups(groups_of(*paths[:3], *raw))
-    assert line.endswith("test, raw weights, no TTA")
+    assert line.endswith("test/raw")
