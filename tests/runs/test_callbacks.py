@@ -87,7 +87,7 @@ def test_a_callback_that_fails_where_the_target_is_reached_ends_the_run_saved(tm
 
 
 def test_an_interrupted_run_tells_its_callbacks_that_it_ends(tmp_path):
-    """An interrupt while it resumes does not deny the steps that are saved."""
+    """An interrupt while it resumes ends it after a step."""
     recorder, signals = Recorder(), StopSignals(())
 
     class Starting:
@@ -97,7 +97,7 @@ def test_an_interrupted_run_tells_its_callbacks_that_it_ends(tmp_path):
     with pytest.raises(Interrupted, match="step 2"):
         run(TINY, tmp_path, StopAtStep(2), max_steps=4, callbacks=[recorder])
     assert recorder.calls[-1] == ("end", tmp_path, False)
-    with pytest.raises(Interrupted, match="^before the first step since the last start; nothing new to save$"):
+    with pytest.raises(Interrupted, match="^saved step 3: the same command resumes"):
         run(TINY, tmp_path, signals, max_steps=4, callbacks=[Starting()])
 
 
