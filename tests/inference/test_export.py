@@ -101,7 +101,7 @@ def test_an_export_that_disagrees_or_fails_leaves_nothing(runs, tmp_path, monkey
 
 def test_check_can_be_skipped_where_the_data_are_missing(runs, tmp_path, capsys):
     export_with(runs["cifarnet"], format="keras", out=str(tmp_path / "net"), dataset="folder:/nowhere", check=0)
-    assert capsys.readouterr().out.endswith("MB; not checked\n")
+    assert capsys.readouterr().out.endswith("; not checked\n")
 
 
 def test_keras_file_is_trained_on(runs, tmp_path):

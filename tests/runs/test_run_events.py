@@ -11,13 +11,12 @@ from cifar_towers.data import synthetic
 from tests.configs import recipe
 from tests.runs.short_runs import TINY, events_of, run, small_runs, tensors_of
 
-TAGS = {"loss", "accuracy", "health/gradient_norm", "health/skipped_steps", "health/rollbacks", "health/loss_scale"}
+TAGS = {"loss", "accuracy", "health/gradient_norm", "health/skipped_steps"}
 TAGS |= {"losses/cross_entropy", "losses/cross_entropy (raw)", "losses/total_loss", "losses/total_loss (raw)"}
 TAGS |= {f"learning_rate/{group}" for group in ("kernels", "biases", "head", "whitening")}
 TAGS |= {"speed/images_per_sec", "speed/step_seconds", "speed/input_wait", "memory/host_mb", "input/augmented"}
 TAGS |= {f"{kind}/group1_gelu1" for kind in ("activations", "sparsity")}
-PER_WEIGHT = ("weights", "gradients", "weight_norm", "gradient_norm", "update_ratio")
-TAGS |= {f"{kind}/group1_conv1/kernel" for kind in PER_WEIGHT}
+TAGS |= {f"{kind}/group1_conv1/kernel" for kind in ("weights", "gradients")}
 
 
 def test_tensorboard_training_tags(one_run):
