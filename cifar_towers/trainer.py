@@ -236,6 +236,7 @@ class Run:
         self.reached = 0.0
         self.stop_signal = 0
         self._compiled = False  # whether the last step was compiled
+        self._diagnosed = False  # whether a step's diagnostics were computed
 
     # The start of a run
 
@@ -379,6 +380,9 @@ class Run:
     def _diagnose(self, finished: FinishedStep) -> Any:
         """Return the diagnostics of a step, with the gradient norms and cosines of all workers' towers."""
         diagnostics = self.diagnose(finished)
+        if not self._diagnosed:  # the first time takes seconds, as it makes a model of the measured layers' outputs
+            self.timer.end_phase("compile")
+            self._diagnosed = True
         pairs = self.workers.gather((diagnostics.tower_gradient_norm, diagnostics.tower_gradient_cosine))
         norms, cosines = map(np.concatenate, zip(*pairs, strict=True))
         return diagnostics._replace(tower_gradient_norm=norms, tower_gradient_cosine=cosines)
