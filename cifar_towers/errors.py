@@ -4,13 +4,12 @@ Every error here carries one line for the user: what is wrong, why, what to type
 Only other exceptions, which are bugs, show a traceback; they exit with 1.
 """
 
-import difflib
 import functools
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -120,12 +119,6 @@ def error_line(error: BaseException) -> str:
 def error_text(error: BaseException, max_length: int = 200) -> str:
     """Return the message of an exception on one line; for an `OSError` without the file's name."""
     return " ".join(str(getattr(error, "strerror", None) or error).split())[:max_length]
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a part of an error's line, `"did you mean mnist? "`, if a name resembles a known one; otherwise empty."""
-    similar = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {similar[0]}? " if similar else ""
 
 
 def listed(names: Sequence[str], limit: int = 5) -> str:

@@ -380,7 +380,7 @@ class Run:
     def _diagnose(self, finished: FinishedStep) -> Any:
         """Return the diagnostics of a step, with the gradient norms and cosines of all workers' towers."""
         diagnostics = self.diagnose(finished)
-        if not self._diagnosed:  # the first time takes seconds, as it makes a model of the measured layers' outputs
+        if not self._diagnosed:  # the first time takes seconds
             self.timer.end_phase("compile")
             self._diagnosed = True
         pairs = self.workers.gather((diagnostics.tower_gradient_norm, diagnostics.tower_gradient_cosine))

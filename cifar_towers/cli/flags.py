@@ -82,12 +82,11 @@ def _parse_flags(config_class: type, argv: Sequence[str]) -> tuple[flags.FlagVal
     values = flags.FlagValues()
     parsers: dict[Any, Any] = {int: flags.IntegerParser(), float: flags.FloatParser(), str: flags.ArgumentParser()}
     for field in flag_settings(config_class):
-        name, default, help, words = field.name, field.default, field.metadata["help"], field.metadata["words"]
+        name, default, help = field.name, field.default, field.metadata["help"]
         if field.type is bool:
             flags.DEFINE_boolean(name, default, help, values)
         else:
-            parser = _NumberOrWord(words, parsers[field.type]) if words else parsers[field.type]
-            flags.DEFINE(parser, name, default, help, values, flags.ArgumentSerializer())
+            flags.DEFINE(parsers[field.type], name, default, help, values, flags.ArgumentSerializer())
     flags.DEFINE_string("flagfile", "", "file with flags", flag_values=values)
     flags.DEFINE_string("undefok", "", "unknown flags to ignore", flag_values=values)
     try:
@@ -117,22 +116,6 @@ def _last_flagfile(argv: Sequence[str]) -> str:
         if argument.startswith("-") and name == "flagfile":
             last = value if equals else following
     return last
-
-
-class _NumberOrWord(flags.ArgumentParser):
-    """A parser of numbers, and of words that stand for some."""
-
-    def __init__(self, words: Mapping[str, float], numbers: flags.ArgumentParser):
-        super().__init__()
-        self.words, self.numbers = words, numbers
-
-    def parse(self, argument: str | float) -> float:
-        word = self.words.get(str(argument))
-        number = self.numbers.parse(argument) if word is None else word
-        # a whole number may be given in place of its word
-        if word is None and isinstance(number, float) and number in self.words.values():
-            raise ValueError(f"{number:g} is not possible; give a larger number, or {', '.join(self.words)}")
-        return number
 
 
 def _recipe_settings(config_class: type) -> list[dataclasses.Field]:

@@ -14,7 +14,6 @@ from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.program import checked_output, find_data, import_tensorflow, parse, program, start_tool
 from cifar_towers.cli.run import Run
 from cifar_towers.config import TrainConfig, parse_seeds, programs
-from cifar_towers.config.train_config import recipe_names
 from cifar_towers.errors import DivergedError, RunError, UsageError
 from cifar_towers.multi_worker import cluster_spec, launcher
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
@@ -321,8 +320,3 @@ def command_for(function: Callable[[], None]) -> list[str]:
     named = program.with_name(program.name.replace("launch", function.__name__))  # a run records its program's name
     setup = f"import sys; sys.path[:] = {sys.path}; sys.argv[0] = {str(named)!r}"
     return [sys.executable, "-c", f"{setup}; from {__name__} import {function.__name__} as run; run()"]
-
-
-def read_recipe(name: str) -> TrainConfig | None:
-    """Return a recipe of `configs/`; None if there is none of this name."""
-    return parse_command_line(TrainConfig, ["", f"--recipe={name}"], "") if name in recipe_names() else None

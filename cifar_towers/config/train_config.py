@@ -9,7 +9,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -44,7 +44,6 @@ def setting(
     high: float | None = None,
     choices: Sequence[str] | None = None,
     check: Callable[[Any], object] | None = None,
-    words: Mapping[str, float] | None = None,
     on_resume: Literal["refuse", "allow"] = "refuse",
     per_worker: bool = False,
     per_run: bool = False,
@@ -53,7 +52,6 @@ def setting(
 
     Args:
       check: validates values other than the default.
-      words: words that stand for numbers, as {"auto": 0}.
       on_resume: what happens if a run is resumed with another value. `refuse`: the setting belongs to the recipe.
       per_worker: workers of one cluster may have different values.
       per_run: runs with different values are still repetitions of one experiment, to be averaged.
@@ -532,17 +530,6 @@ def recipe_fields(config: TrainConfig) -> dict[str, Any]:
     if config.epochs == 0 and by_length:
         left_out -= {"max_steps"}
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in left_out}
-
-
-def differing_settings(config: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
-    """Return the settings because of which a run may not be resumed, each as `name saved value -> value now`.
-
-    Args:
-      saved: `recipe_fields` of the run so far.
-    """
-    current = recipe_fields(config)
-    names = [name for name in current if name in saved]
-    return [f"{name} {saved[name]} -> {current[name]}" for name in names if saved[name] != current[name]]
 
 
 def shared_settings(config: TrainConfig) -> dict[str, Any]:

@@ -136,11 +136,6 @@ def count_copies(split: Split, train: Split) -> int:
     return sum(hash(image.tobytes()) in trained_on for image in split.images) if trained_on else 0
 
 
-def is_local(dataset: str) -> bool:
-    """Return whether a data set is read without TFDS, which may download."""
-    return dataset == "synthetic" or bool(split_path(dataset)[0]) or (dataset == "cifar10" and cifar10.is_cached())
-
-
 # prefix before a path -> how to list the examples there
 OWN_DATA: dict[str, Callable[[Path], OwnData]] = {FOLDER: folder.scan, CSV: table.scan, NPZ: arrays.scan}
 

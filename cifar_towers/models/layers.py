@@ -159,11 +159,6 @@ def _moments(images: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 BATCH_NORMS = (BatchNorm, keras.layers.BatchNormalization)
 
 
-def has_batch_norm(model: keras.Model) -> bool:
-    """Return whether a model has batch normalization, this module's or Keras's."""
-    return any(isinstance(layer, BATCH_NORMS) for layer in model._flatten_layers(include_self=False))
-
-
 def synchronize(model: keras.Model) -> None:
     """Make all batch norms of a model use the moments of the whole batch: this module's, Keras's and its subclasses.
 

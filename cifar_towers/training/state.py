@@ -160,12 +160,6 @@ class TrainState:
             named |= {f"proxy.{name}": v for name, v in self.proxy.named_variables().items()}
         return named | {"loss_average.weight": self.loss_averages.weight, "step": self.step}
 
-    def head_names(self) -> list[str]:
-        """Return the names in checkpoints, without `model.`, of the variables of the layer with the role `head`."""
-        heads = {id(variable) for variable in self.optimizer.active_variables(["head"])}
-        layers = {v.path.rpartition("/")[0] for v in self.model.trainable_variables if id(v.value) in heads}
-        return [v.path.replace("/", ".") for v in self.model.variables if v.path.rpartition("/")[0] in layers]
-
     def weights_sha256(self) -> str:
         """Return the SHA-256 of the names and bytes of the model's variables."""
         digest = hashlib.sha256()

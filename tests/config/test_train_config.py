@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from cifar_towers.checkpointing.run_directory import describe_differences
 from cifar_towers.cli.flags import flag_settings, parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import BenchmarkConfig, CompareConfig, EvaluateConfig, ExportConfig, ReportConfig
 from cifar_towers.config.train_config import (
-    differing_settings,
     names_with,
     recipe_fields,
     shared_settings,
@@ -215,8 +215,8 @@ def test_default_directory_names_the_image_folder(tmp_path, monkeypatch):
 def test_settings_of_the_recipe_may_not_differ_on_resume():
     saved = recipe_fields(TrainConfig())
     changed = TrainConfig(micro_batches=2, momentum=0.5, num_gpus=2, strategy="mirrored", tta=2)
-    assert differing_settings(changed, saved) == ["micro_batches 1 -> 2", "momentum 0.9 -> 0.5"]
-    assert differing_settings(TrainConfig(), saved) == []
+    assert describe_differences(saved, recipe_fields(changed)) == ["micro_batches 1 -> 2", "momentum 0.9 -> 0.5"]
+    assert describe_differences(saved, recipe_fields(TrainConfig())) == []
 
 
 def test_settings_of_data_model_and_optimizer_belong_to_the_recipe():
