@@ -18,8 +18,9 @@ LAYERS = (
     ("training", "checkpointing", "evaluation", "reporting"),
     ("devices",),
     ("trainer", "inference", "benchmark"),
-    ("cli",),
     ("api",),
+    ("cli",),
+    ("__main__",),
 )
 LEVELS = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
 SAME_LAYER = {  # (folder, imported module or folder of the same layer): the reason
@@ -30,7 +31,7 @@ SAME_LAYER = {  # (folder, imported module or folder of the same layer): the rea
     ("config", "errors"): "a wrong value raises UsageError",
     ("registry", "errors"): "an unknown name raises UsageError",
     ("files", "errors"): "the text of an error in one line",
-    ("errors", "signals"): "the exit codes of signals",
+    ("hardware", "errors"): "another backend of Keras raises UsageError",
     ("reporting", "training.results"): "plain result types cross folders",
     ("reporting", "training.diagnostics"): "plain result types cross folders",
     ("reporting", "training.step_runner"): "plain result types cross folders",

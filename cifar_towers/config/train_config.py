@@ -1,4 +1,4 @@
-"""Every setting of a training run, from which the flags of `train.py` are made, and the recipes that set them.
+"""Every setting of a training run, from which its flags are made, and the recipes that set them.
 
 This module, and all that runs before training starts, must not import TensorFlow, so that a usage error is immediate.
 What cannot be used raises a UsageError here and in the modules beside this one; the message names the setting.
@@ -9,15 +9,16 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal, TypeVar
 
 from cifar_towers import registry
 from cifar_towers.config import schedules
-from cifar_towers.errors import TRAINING_ERRORS, DataError, UsageError, count, describe_exit_codes
+from cifar_towers.errors import UsageError, count
 from cifar_towers.registry import BUILT_IN, MODELS, OPTIMIZERS, TTA_LEVELS, split_path
-from cifar_towers.user_code import check_function_name, split_function
+from cifar_towers.user_code import check_function_name, find_source, split_function
 
 REST = "the rest"  # group of the setting that holds a program's positional arguments
 RECIPE = "the recipe"  # group of the setting that holds a TrainConfig; each setting of that config is a flag
@@ -25,11 +26,12 @@ MIN_IMAGE_SIZE = 18  # pixels
 MAX_PROFILE_STEPS = 100
 PRECISIONS = ("float32", "bfloat16")
 PRECISION_HELP = "number format the net computes in; auto: bfloat16 if the hardware computes it faster, else float32"
-ERRORS = (UsageError, DataError)  # of every program that reads data
 DEFAULT_RECIPE = "speed94"
 PACKAGE = Path(__file__).resolve().parents[1]
 # An installed copy has the recipes inside the package, a checkout beside it.
 RECIPES = next((place for place in (PACKAGE / "configs", PACKAGE.parent / "configs") if place.is_dir()), PACKAGE)
+PATHS = ("train_dir", "init_from", "out", "runs_dir")  # after `--train_dir=` the shell leaves a ~ as it is
+Config = TypeVar("Config")
 
 
 # A setting: a dataclass field that carries its flag's help, limits and choices ----------------------------------------
@@ -82,9 +84,12 @@ def names_with(config_class: type, **properties: Any) -> tuple[str, ...]:
 
 
 def check_limits(config: Any) -> None:
-    """Check every field of a config against its `low`, `high`, `choices` and `check`."""
+    """Check every field of a config against its type, `low`, `high`, `choices` and `check`."""
+    field: Any
     for field in dataclasses.fields(config):
-        value, limits = getattr(config, field.name), field.metadata
+        value, limits, kind = getattr(config, field.name), field.metadata, typing.get_origin(field.type) or field.type
+        if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) != (kind is bool):
+            raise UsageError(f"{field.name}={value!r} is not of the type {kind.__name__}")
         if limits["check"] and value != field.default:
             limits["check"](value)
         if limits["choices"] and value not in (*limits["choices"], field.default):
@@ -148,8 +153,6 @@ _reporting = Section("Reporting", per_run=True)
 class DeviceConfig:
     """Settings of the devices that the towers use."""
 
-    exit_codes: ClassVar[str] = describe_exit_codes(*ERRORS)
-
     num_gpus: int = _towers.free(
         0,
         "number of towers (in a cluster: per worker); 0: one per GPU, without GPUs two (in a cluster: one), and fewer "
@@ -172,12 +175,6 @@ class DeviceConfig:
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(DeviceConfig):
     """Every setting of a training run. Batch sizes and steps are those of all towers together."""
-
-    exit_codes: ClassVar[str] = describe_exit_codes(
-        *ERRORS,
-        *TRAINING_ERRORS,
-        failure="a bug, an error in your code, or no room to save the last checkpoint",
-    )
 
     strategy: str = _towers.free(
         "towers",
@@ -215,9 +212,7 @@ class TrainConfig(DeviceConfig):
         -1, "index of this process; worker 0 writes train_dir; -1: from TF_CONFIG or Slurm's variables", low=-1
     )
 
-    recipe: str = _run.free(
-        "", "recipe to train, a file in configs/; default: speed94, unless --model or --flagfile is given"
-    )
+    recipe: str = _run.free("", "recipe to train, a file in configs/; default: speed94, unless --model is given")
     train_dir: str = _run.free(
         "",
         "directory of everything the run writes; default: runs/<recipe>-seed<seed>, with -<dataset> for data other "
@@ -517,6 +512,39 @@ def recipe_flagfile(name: str) -> Path:
     if name not in recipe_names():
         raise UsageError(f"recipe={name} is not one of {', '.join(recipe_names())}")
     return RECIPES / f"{name}.cfg"
+
+
+def read_recipe(name: str) -> dict[str, Any]:
+    """Return the settings in the file of a recipe, which holds a flag a line; no settings if the name is empty."""
+    types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(TrainConfig)}
+    lines = recipe_flagfile(name).read_text().splitlines() if name else []
+    pairs = [line.removeprefix("--").split("=", 1) for line in lines if line.startswith("--")]
+    return {key: types[key](*value) if value else True for key, *value in pairs}
+
+
+def make_config(config_class: type[Config], settings: Mapping[str, Any]) -> Config:
+    """Make the config of a program from settings by name, as a command line or a call from Python gives them.
+
+    The settings of a training override those of its recipe, which is speed94 unless they name another or a model. None
+    stands for the default.
+
+    Raises:
+      UsageError: a value is of a wrong type, out of range or in conflict, or a file of the user's does not exist.
+      TypeError: there is no such setting.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    given |= {name: os.path.expanduser(given[name]) for name in PATHS if name in given}
+    for name in ("model", "augment", "loss"):
+        find_source(name, given.get(name, ""))
+    if config_class is TrainConfig:
+        recipe = given.setdefault("recipe", "" if "model" in given else DEFAULT_RECIPE)
+        given = read_recipe(recipe) | given
+    for holder in names_with(config_class, group=RECIPE):
+        own = set(names_with(config_class)) - {holder}
+        given = {name: given[name] for name in own & given.keys()} | {
+            holder: make_config(TrainConfig, {name: given[name] for name in given.keys() - own})
+        }
+    return config_class(**given)
 
 
 def recipe_fields(config: TrainConfig) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def _explain(cluster: ClusterSpec, error: BaseException) -> RunError | None:
     silent = "heartbeat" in text
     reason = f"sent no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS} s" if silent else "cannot be reached"
     advice = "start all of them again with the same list to resume from the last checkpoint"
-    return WorkerLostError(f"{cluster.name(index)} {reason}; launch.py restarts the workers; without it, {advice}")
+    return WorkerLostError(f"{cluster.name(index)} {reason}; the launcher restarts the workers; without it, {advice}")
 
 
 # Values ---------------------------------------------------------------------------------------------------------------

@@ -48,13 +48,13 @@ def test_cases(config, settings, num_gpus, expected):
 
 @pytest.mark.parametrize(("recipe", "case"), [*((name, CPU) for name in recipe_names()), ("speed94", MIRRORED)])
 def test_a_visit_trains_the_recipe_with_the_flags_of_its_case(recipe, case):
-    recipe = parse_command_line(TrainConfig, ["", f"--recipe={recipe}", "--seed=3"], "")
+    recipe = parse_command_line(TrainConfig, [f"--recipe={recipe}", "--seed=3"])
     config = dataclasses.replace(short_training(recipe, on_gpus=False), **case._asdict(), recipe="", train_dir="here")
-    assert parse_command_line(TrainConfig, ["", "--recipe=", *as_flags(vars(config))], "") == config
+    assert parse_command_line(TrainConfig, ["--recipe=", *as_flags(vars(config))]) == config
     length = config.run_length(steps_per_epoch=1)
     assert length.last == 25 and length.total >= 25
     assert (config.batch_size, config.seed, config.optimizer) == (recipe.batch_size, 3, recipe.optimizer)
-    assert parse_command_line(TrainConfig, ["", *str(case).split()], "").strategy == case.strategy
+    assert parse_command_line(TrainConfig, str(case).split()).strategy == case.strategy
 
 
 def test_rounds_have_random_orders_which_are_always_the_same():
@@ -115,7 +115,7 @@ def test_without_any_measurement_the_benchmark_fails(config):
 def test_benchmark_end_to_end(tmp_path, small_folder):
     net = ["--model=cifarnet", "--crop=24", f"--dataset={small_folder}", "--batch_size=16", "--precision=float32"]
     code, out, err = finish(
-        start("benchmark.py", *net, "--towers=1", "--minutes=0", f"--train_dir={tmp_path}"), timeout=300
+        start("benchmark", *net, "--towers=1", "--minutes=0", f"--train_dir={tmp_path}"), timeout=300
     )
     assert code == 0, err
     assert {path.name for path in tmp_path.iterdir()} == {"benchmark.json", "benchmark.png"}

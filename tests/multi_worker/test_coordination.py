@@ -34,7 +34,9 @@ def test_values_of_the_first_replica_are_gathered(towers):
         assert gather(other) == [other]
 
 
-UNREACHABLE = "worker {} cannot be reached; launch.py restarts the workers; without it, start all of them again with "
+UNREACHABLE = (
+    "worker {} cannot be reached; the launcher restarts the workers; without it, start all of them again with "
+)
 UNREACHABLE += "the same list to resume from the last checkpoint"
 
 
@@ -52,7 +54,7 @@ UNREACHABLE += "the same list to resume from the last checkpoint"
             0,
             "Error reported from /job:worker/task:2: The following tasks are unhealthy (stopped sending heartbeats):\n"
             "/job:worker/replica:0/task:2\nThe tasks have crashed.",
-            "worker 2 of 3 (c:1) sent no heartbeat for 10 s; launch.py restarts the workers; without it, "
+            "worker 2 of 3 (c:1) sent no heartbeat for 10 s; the launcher restarts the workers; without it, "
             "start all of them again",
         ),
         (

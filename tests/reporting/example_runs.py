@@ -44,7 +44,7 @@ def _config(directory, recipe, seed):
 
 
 def _environment(recipe, seed, towers):
-    command = ["python", "scripts/train.py", f"--flagfile=configs/{recipe}.cfg", f"--seed={seed}", "--data_dir=/a b"]
+    command = ["cifar-towers", "train", f"--recipe={recipe}", f"--seed={seed}", "--data_dir=/a b"]
     return {
         "command": command, "python": "3.11.2", "platform": "Linux-6.1", "processor": "AMD EPYC", "cores": 2,
         "packages": {"tensorflow": "2.21.0", "keras": "3.15.1", "numpy": "2.4.6"}, "git_revision": f"abc123{seed}",
