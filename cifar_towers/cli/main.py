@@ -250,7 +250,7 @@ def runs(config: programs.RunsConfig) -> None:
     """
     from cifar_towers.inference import runs as trained
 
-    found = trained.sort_runs(trained.find_runs(Path(config.runs_dir), *config.pattern), config.sort)
+    found = trained.sort_runs(trained.find_runs(Path(config.runs_dir), *config.patterns), config.sort)
     if config.best:
         print(trained.best_run(found, config.best).directory)
     elif config.json:

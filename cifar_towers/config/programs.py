@@ -11,7 +11,6 @@ from cifar_towers.config.train_config import (
     REST,
     DeviceConfig,
     TrainConfig,
-    check_limits,
     names_with,
     parse_names,
     setting,
@@ -36,7 +35,7 @@ _export, _table, _launch, _benchmark = map(settings_of, ("Export", "Table", "Lau
 class TrainedRunConfig(DeviceConfig):
     """A run, one of its checkpoints, and which of its weights."""
 
-    train_dir: str = _run("", "directory of the run")
+    train_dir: str = _run("", "directory of the run", required="which run? give --train_dir=runs/...")
     step: int = _run(0, "step of the checkpoint; 0: the newest", low=0)
     weights: str = _run(
         "auto",
@@ -49,11 +48,6 @@ class TrainedRunConfig(DeviceConfig):
         "path/to/file.py:function, which permits the program to execute it",
         check=check_model,
     )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.train_dir:
-            raise UsageError("which run? give --train_dir=runs/...")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +83,12 @@ class PredictConfig(ComputeConfig):
     """Settings of `cifar-towers predict`."""
 
     json: bool = setting(False, "Prediction", "output as one JSON object per image")
-    pictures: tuple[str, ...] = setting((), REST, "image files and folders")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.pictures:
-            raise UsageError("which images? write: cifar-towers predict --train_dir=runs/... image.jpg folder/")
+    pictures: tuple[str, ...] = setting(
+        (),
+        REST,
+        "image files and folders",
+        required="which images? write: cifar-towers predict --train_dir=runs/... image.jpg folder/",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,12 +121,7 @@ class RunsConfig:
     sort: str = _table("", "column to sort by; default: the directory", choices=("", *RUN_FIELDS))
     json: bool = _table(False, "output as one JSON object per run and nothing else")
     best: str = _table("", "recipe whose most accurate finished run is printed as a directory, and nothing else")
-    pattern: tuple[str, ...] = setting((), REST, "a pattern of names, e.g. 'speed94*'")
-
-    def __post_init__(self):
-        check_limits(self)
-        if len(self.pattern) > 1:
-            raise UsageError(f"{' '.join(self.pattern)}: give one pattern, in quotes, e.g. 'speed94*'")
+    patterns: tuple[str, ...] = setting((), REST, "patterns of names, e.g. 'speed94*'")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +131,12 @@ class ReportConfig:
     out: str = setting(
         "", "Report", "path of the page; default: report.html in the run's directory, or here for several runs"
     )
-    runs: tuple[str, ...] = setting((), REST, "runs' directories")
-
-    def __post_init__(self):
-        if not self.runs:
-            raise UsageError("which runs? write: cifar-towers report runs/one [runs/other ...] [--out=FILE]")
+    runs: tuple[str, ...] = setting(
+        (),
+        REST,
+        "runs' directories",
+        required="which runs? write: cifar-towers report runs/one [runs/other ...] [--out=FILE]",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,11 +148,6 @@ class LaunchConfig:
     )
     max_restarts: int = _launch(3, "maximum number of restarts; none after exit codes 0, 2, 3 and 4", low=0)
     command: tuple[str, ...] = setting((), REST, "flags of a training")
-
-    def __post_init__(self):
-        check_limits(self)
-        if not self.command and not self.num_workers:
-            raise UsageError("launch what? write: cifar-towers launch --num_workers=2 -- --recipe=speed94")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +167,6 @@ class BenchmarkConfig:
     )
 
     def __post_init__(self):
-        check_limits(self)
         for count in self.tower_counts:
             self.recipe.check_shares(count)
         parse_names("precisions", self.precisions, PRECISIONS)

@@ -46,6 +46,7 @@ def setting(
     high: float | None = None,
     choices: Sequence[str] | None = None,
     check: Callable[[Any], object] | None = None,
+    required: str = "",
     on_resume: Literal["refuse", "allow"] = "refuse",
     per_worker: bool = False,
     per_run: bool = False,
@@ -54,6 +55,7 @@ def setting(
 
     Args:
       check: validates values other than the default.
+      required: error message if the value is empty; none if the setting may be empty.
       on_resume: what happens if a run is resumed with another value. `refuse`: the setting belongs to the recipe.
       per_worker: workers of one cluster may have different values.
       per_run: runs with different values are still repetitions of one experiment, to be averaged.
@@ -90,6 +92,8 @@ def check_limits(config: Any) -> None:
         value, limits, kind = getattr(config, field.name), field.metadata, typing.get_origin(field.type) or field.type
         if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) != (kind is bool):
             raise UsageError(f"{field.name}={value!r} is not of the type {kind.__name__}")
+        if limits["required"] and not value:
+            raise UsageError(limits["required"])
         if limits["check"] and value != field.default:
             limits["check"](value)
         if limits["choices"] and value not in (*limits["choices"], field.default):
@@ -544,7 +548,9 @@ def make_config(config_class: type[Config], settings: Mapping[str, Any]) -> Conf
         given = {name: given[name] for name in own & given.keys()} | {
             holder: make_config(TrainConfig, {name: given[name] for name in given.keys() - own})
         }
-    return config_class(**given)
+    config = config_class(**given)
+    check_limits(config)
+    return config
 
 
 def recipe_fields(config: TrainConfig) -> dict[str, Any]:

@@ -159,7 +159,6 @@ def test_an_abort_while_tensorflow_is_imported_loses_no_message(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "launch what? write: cifar-towers launch --num_workers=2 -- --recipe=speed94"),
         (["--num_workers=5", "--", "--batch_size=999"], "cannot be shared by 5 towers; 995 and 1000 can"),
         (["--num_workers=2", "--", "--strategy=multi_worker", "--workers=a:5000,b:5000"], "workers on this machine"),
         (["--", "--seeds=0,x"], "seeds=0,x is not a list of whole numbers"),
