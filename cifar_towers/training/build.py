@@ -42,9 +42,9 @@ NUM_EXAMPLES = 4  # in the batch that a user's function is checked with
 MAX_WHITENING_PIXELS = 5000 * 32 * 32  # at once; their patches take a hundred bytes each
 
 
-def load_data(config: TrainConfig, source: sources.Source) -> tuple[sources.Source, Dataset]:
-    """Return the data set that a config asks for, and the source it came from. Errors are those of `sources.load`."""
-    return sources.load(source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto")
+def load_data(config: TrainConfig, source: sources.Source) -> Dataset:
+    """Return the data set that a config asks for. Errors are those of `sources.load`."""
+    return sources.load(source, config.validation_examples, config.image_size)
 
 
 def make_batches(config: TrainConfig, train: Split, rows: tuple[int, int] | None = None) -> Batches:
