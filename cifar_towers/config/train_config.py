@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from cifar_towers import registry
 from cifar_towers.config import schedules
 from cifar_towers.errors import UsageError, count
-from cifar_towers.registry import BUILT_IN, MODELS, OPTIMIZERS, TTA_LEVELS, split_path
+from cifar_towers.registry import BUILT_IN, MODELS, OPTIMIZERS, OPTIMIZERS_BY_LENGTH, TTA_LEVELS, split_path
 from cifar_towers.user_code import check_function_name, find_source, split_function
 
 REST = "the rest"  # group of the setting that holds a program's positional arguments
@@ -297,7 +297,7 @@ class TrainConfig(DeviceConfig):
     optimizer: str = _optimizer.recipe(
         "momentum",
         "update rule: momentum, SGD; muon, Muon for convolutions and momentum SGD for the rest; adamw, AdamW",
-        choices=tuple(OPTIMIZERS),
+        choices=OPTIMIZERS,
     )
     learning_rate: float = _optimizer.recipe(0.1, "peak learning rate", low=0)
     bias_learning_rate: float = _optimizer.recipe(0.0, "peak rate of biases and norms; 0: learning_rate", low=0)
@@ -521,7 +521,7 @@ def recipe_fields(config: TrainConfig) -> dict[str, Any]:
     `max_steps` belongs to the recipe if a schedule depends on the length of the run.
     """
     by_length = "%" in config.learning_rate_schedule + config.image_size_schedule or config.lookahead
-    by_length |= OPTIMIZERS[config.optimizer].by_length
+    by_length |= config.optimizer in OPTIMIZERS_BY_LENGTH
     left_out = set(names_with(TrainConfig, on_resume="allow"))
     if config.epochs == 0 and by_length:
         left_out -= {"max_steps"}
