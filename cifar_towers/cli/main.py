@@ -306,9 +306,9 @@ def benchmark() -> None:
     """
     config = parse(programs.BenchmarkConfig, benchmark)
     find_data(config.recipe)
-    from cifar_towers.benchmark import runner
+    from cifar_towers.benchmark import run_benchmark
 
-    runner.run_benchmark(config, command_for(train))
+    run_benchmark(config, command_for(train))
 
 
 def command_for(function: Callable[[], None]) -> list[str]:
