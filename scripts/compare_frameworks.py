@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cifar_towers.benchmark.visits import BenchmarkCase, short_training, visit
+from cifar_towers.benchmark import BenchmarkCase, short_training, visit
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import RunError

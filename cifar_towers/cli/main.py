@@ -269,9 +269,9 @@ def benchmark(config: programs.BenchmarkConfig) -> None:
     """
     api.locate_data(config.recipe)
     with tensorflow_imported():
-        from cifar_towers.benchmark import runner
+        from cifar_towers.benchmark import run_benchmark
 
-        runner.run_benchmark(config, TRAIN_COMMAND)
+        run_benchmark(config, TRAIN_COMMAND)
 
 
 def launch(config: programs.LaunchConfig) -> int:

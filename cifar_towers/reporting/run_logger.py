@@ -37,7 +37,6 @@ from cifar_towers.reporting.phase_timer import PhaseTimer, training_seconds
 from cifar_towers.reporting.run_records import JsonlWriter, format_rate
 from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWriter
 from cifar_towers.towers import Tower, placement_report
-from cifar_towers.towers.pipeline import layer_costs
 from cifar_towers.towers.placement import short_device
 from cifar_towers.training.diagnostics import StepDiagnostics
 from cifar_towers.training.results import StepMetrics, without_gradients
@@ -426,11 +425,7 @@ def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def describe_run(run: RunInfo) -> dict[str, Any]:
-    """Return the content of environment.json: machine, software, devices, data, variables and layers of a run."""
-    try:
-        layers = layer_costs(run.model, open_size=run.config.crop or run.dataset.info.image_size)
-    except ValueError:  # not a graph of layers
-        layers = []
+    """Return the content of environment.json: machine, software, devices, data and variables of a run."""
     return describe_machine() | {
         "towers": [{"name": tower.name, "device": tower.device} for tower in run.towers],
         "precision": run.precision,
@@ -447,7 +442,6 @@ def describe_run(run: RunInfo) -> dict[str, Any]:
             }
             for name, variable in run.variables.items()
         ],
-        "model": layers,
     }
 
 

@@ -66,7 +66,6 @@ def test_cluster_from_slurm(monkeypatch, node, place, index):
         ({}, {"workers": "a:5000", "worker_index": 0}, "a cluster has two or more workers"),
         ({}, {"workers": "a:5000,a:5000", "worker_index": 0}, "each at its own host:port"),
         ({}, {"workers": "a:5000,b", "worker_index": 0}, "each at its own host:port"),
-        (tf_config("ps"), {}, "a task of type ps trains nothing"),
         ({}, {"workers": "a:1,b:1,c:1,d:1,e:1", "worker_index": 0}, "batch_size=48 cannot be shared by 5 towers"),
         ({}, {"workers": "a:1,b:1,c:1,d:1,e:1", "worker_index": 0, "num_gpus": 2}, "cannot be shared by 10 towers"),
     ],

@@ -55,9 +55,6 @@ def _environment(recipe, seed, towers):
             {"name": f"{name}/kernel", "shape": [3, channels], "bytes": 4 * parameters, "device": "/CPU:0"}
             for name, _, channels, parameters in LAYERS
         ],
-        "model": [
-            {"name": n, "kind": k, "output": [32, 32, c], "parameters": p, "flops": 2000 * p} for n, k, c, p in LAYERS
-        ],
     }  # fmt: skip
 
 
