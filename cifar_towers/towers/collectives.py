@@ -34,11 +34,10 @@ def run_on_towers_synchronized(
       [K] results of `fn`, in tower order.
 
     Raises:
-      RuntimeError: it is called eagerly, or the towers call `all_reduce_mean` a different number of times.
+      RuntimeError: it is called eagerly, where no graph is traced, or the towers call `all_reduce_mean` a different
+        number of times.
       ValueError: there is not one shard per tower.
     """
-    if tf.executing_eagerly():
-        raise RuntimeError("the towers meet while they are traced; call run_on_towers_synchronized in a tf.function")
     graph = tf.compat.v1.get_default_graph()
     graph.switch_to_thread_local()  # every thread has its own device and name scopes
     outer_scope = graph.get_name_scope()
