@@ -20,7 +20,7 @@ from cifar_towers.config.programs import EvaluateConfig, ExportConfig, PredictCo
 from cifar_towers.config.train_config import make_config
 from cifar_towers.errors import Interrupted, UsageError
 from cifar_towers.hardware import tensorflow_imported
-from cifar_towers.multi_worker.cluster_spec import ClusterSpec
+from cifar_towers.multi_worker.cluster_spec import Workers
 from cifar_towers.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def train_run(
     config: TrainConfig,
     source: "Source",
     signals: StopSignals,
-    cluster: ClusterSpec | None = None,
+    cluster: Workers | None = None,
     callbacks: Sequence[Any] = (),
 ) -> dict[str, Any]:
     """Train or resume a run, alone or as a worker of a cluster, or return the stored result of a finished run.

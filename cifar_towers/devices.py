@@ -9,7 +9,7 @@ import tensorflow as tf
 from cifar_towers.config import DeviceConfig, TrainConfig
 from cifar_towers.errors import UsageError
 from cifar_towers.hardware import cpuinfo, gpu_compute_capabilities, processor_features
-from cifar_towers.multi_worker.cluster_spec import ClusterSpec
+from cifar_towers.multi_worker.cluster_spec import Workers
 from cifar_towers.towers import Tower, make_towers
 from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT
 from cifar_towers.training.distributed_step import make_multi_worker_strategy, towers_here
@@ -28,7 +28,7 @@ class Devices(NamedTuple):
     precision: str
 
 
-def setup_devices(config: TrainConfig, cluster: ClusterSpec | None = None) -> Devices:
+def setup_devices(config: TrainConfig, cluster: Workers | None = None) -> Devices:
     """Set up the towers that a config asks for, on this machine or on those of a cluster; choose the precision.
 
     With a cluster the call waits for all workers.

@@ -25,7 +25,7 @@ from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError,
 from cifar_towers.evaluation.evaluator import Evaluator, make_classify_fn, score_split
 from cifar_towers.evaluation.score import reported_score
 from cifar_towers.multi_worker import coordination
-from cifar_towers.multi_worker.cluster_spec import ClusterSpec, Workers
+from cifar_towers.multi_worker.cluster_spec import Workers
 from cifar_towers.reporting.phase_timer import PhaseTimer, training_seconds
 from cifar_towers.reporting.profiler import StepProfiler
 from cifar_towers.reporting.run_logger import Callbacks, RunInfo, RunLogger
@@ -43,7 +43,7 @@ def train(
     source: sources.Source,
     directory: RunDirectory,
     signals: StopSignals,
-    cluster: ClusterSpec | None = None,
+    cluster: Workers | None = None,
     callbacks: Sequence[Any] = (),
     make_handle: Callable[[Path], Any] = Path,
     timer: PhaseTimer | None = None,
@@ -246,7 +246,7 @@ class Run:
         self.logger.log_start()
         step = self.restore()
         self.directory.clear()
-        self.workers.cluster.log(f"trains from step {step} to {self.length.last}")
+        self.workers.log(f"trains from step {step} to {self.length.last}")
         self.logger.open(step)
         if self.callbacks.error:
             raise self.callbacks.error

@@ -16,7 +16,7 @@ from cifar_towers.config import TrainConfig, parse_seeds, programs
 from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError, error_line
 from cifar_towers.hardware import tensorflow_imported
 from cifar_towers.multi_worker import cluster_spec, launcher
-from cifar_towers.multi_worker.cluster_spec import ClusterSpec
+from cifar_towers.multi_worker.cluster_spec import Workers
 from cifar_towers.signals import StopSignals
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def train_seeds(config: TrainConfig) -> None:
         raise DivergedError("; ".join(f"seed {seed}: {error}" for seed, error in diverged.items()))
 
 
-def join_cluster(config: TrainConfig) -> ClusterSpec | None:
+def join_cluster(config: TrainConfig) -> Workers | None:
     """Return the workers of `resolve_cluster`, and warn of the port that this process opens."""
     cluster = resolve_cluster(config, os.environ)
     if not cluster:
@@ -152,7 +152,7 @@ def join_cluster(config: TrainConfig) -> ClusterSpec | None:
     return cluster
 
 
-def resolve_cluster(config: TrainConfig, environment: Mapping[str, str]) -> ClusterSpec | None:
+def resolve_cluster(config: TrainConfig, environment: Mapping[str, str]) -> Workers | None:
     """Return the workers of strategy=multi_worker, from flags, `TF_CONFIG` or Slurm's variables; None for one process.
 
     Raises:

@@ -14,11 +14,17 @@ MAX_TASKS_PER_NODE = 1024  # of a job under Slurm
 
 
 @dataclasses.dataclass(frozen=True)
-class ClusterSpec:
-    """All workers of a cluster. Worker 0 is the chief."""
+class Workers:
+    """The workers of a run, as one of them sees them: a process alone, or the workers of a cluster.
 
-    addresses: tuple[str, ...]  # host:port of each worker's TensorFlow server
-    index: int  # of this process
+    Worker 0 is the chief. All workers call the same methods in the same order, and each method that exchanges values
+    waits for all of them.
+    """
+
+    addresses: tuple[str, ...] = ("",)  # host:port of each worker's TensorFlow server
+    index: int = 0  # of this process
+    # takes one value on each worker and returns the values of all, in the workers' order; a cluster's is from `connect`
+    gather: Callable[[Any], list] = dataclasses.field(default=lambda value: [value], compare=False)
 
     @property
     def size(self) -> int:
@@ -33,19 +39,6 @@ class ClusterSpec:
         """Log what this worker does, unless it is alone."""
         if self.size > 1:
             logging.getLogger(__name__).info(f"{self.name(self.index)} {line}")
-
-
-class Workers:
-    """The workers of a run, as one of them sees them: a process alone, or the workers of a cluster.
-
-    All workers call the same methods in the same order, and each method waits for all of them. `gather` takes one value
-    on each worker and returns the values of all, in the workers' order.
-    """
-
-    def __init__(
-        self, cluster: ClusterSpec = ClusterSpec(("",), 0), gather: Callable[[Any], list] = lambda value: [value]
-    ):
-        self.cluster, self.index, self.size, self.gather = cluster, cluster.index, cluster.size, gather
 
     @property
     def is_chief(self) -> bool:
@@ -67,7 +60,7 @@ class Workers:
             for name, value in expected.items():
                 if theirs.get(name) != value:
                     raise UsageError(
-                        f"{self.cluster.name(worker)} has {name} {theirs.get(name)}, worker 0 has {value}; "
+                        f"{self.name(worker)} has {name} {theirs.get(name)}, worker 0 has {value}; "
                         "give all workers the same"
                     )
 
@@ -75,7 +68,7 @@ class Workers:
 ALONE = Workers()
 
 
-def resolve_cluster(workers: str, worker_index: int, environment: Mapping[str, str]) -> ClusterSpec:
+def resolve_cluster(workers: str, worker_index: int, environment: Mapping[str, str]) -> Workers:
     """Read the cluster from the flags, or else from `TF_CONFIG`, or else from Slurm's variables.
 
     Raises:
@@ -97,7 +90,7 @@ def resolve_cluster(workers: str, worker_index: int, environment: Mapping[str, s
         raise UsageError(f"workers={','.join(addresses)}: a cluster has two or more workers, each at its own host:port")
     if not 0 <= index < len(addresses):
         raise UsageError(f"worker_index={index} is not from 0 to {len(addresses) - 1}")
-    return ClusterSpec(tuple(addresses), index)
+    return Workers(tuple(addresses), index)
 
 
 def _from_tf_config(content: Mapping[str, Any]) -> tuple[list[str], int]:

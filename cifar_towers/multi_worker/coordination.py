@@ -7,6 +7,7 @@ the others. The launcher restarts all workers, and they resume from the last che
 """
 
 import contextlib
+import dataclasses
 import pickle
 import re
 import time
@@ -19,7 +20,7 @@ from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
 
 from cifar_towers.errors import Interrupted, RunError, WorkerLostError, error_line, printable
-from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec, Workers
+from cifar_towers.multi_worker.cluster_spec import ALONE, Workers
 
 JOIN_TIMEOUT_SECONDS = 60  # for the last worker to come
 HEARTBEAT_TIMEOUT_SECONDS = 10  # a worker that is silent for so long is lost
@@ -32,7 +33,7 @@ END = re.compile(r"exit code (\d+): ([^\n]*)")
 
 
 @contextlib.contextmanager
-def connect(cluster: ClusterSpec | None, make_devices: Callable[[], Any]) -> Iterator[tuple[Workers, Any]]:
+def connect(cluster: Workers | None, make_devices: Callable[[], Any]) -> Iterator[tuple[Workers, Any]]:
     """Join the workers of a cluster, or work alone without one. An error of one worker ends all with the same line.
 
     Yield the workers and this worker's `Devices` from `make_devices`; their `strategy` joins all workers. The last
@@ -49,8 +50,7 @@ def connect(cluster: ClusterSpec | None, make_devices: Callable[[], Any]) -> Ite
         cluster.log("waits for the other workers")
         _configure_service(cluster.size)
         devices = make_devices()
-        gather = _make_gather(devices.strategy)
-        workers = Workers(cluster, gather)
+        workers = dataclasses.replace(cluster, gather=_make_gather(devices.strategy))
         cluster.log("has joined; worker 0 logs the run")
         yield workers, devices
         workers.gather(None)  # a worker that finishes early waits for the others
@@ -66,7 +66,7 @@ def connect(cluster: ClusterSpec | None, make_devices: Callable[[], Any]) -> Ite
         raise
 
 
-def _explain(cluster: ClusterSpec, error: BaseException) -> RunError | None:
+def _explain(cluster: Workers, error: BaseException) -> RunError | None:
     """Return how another worker ended, if an error of TensorFlow's, or its cause, is about that; otherwise None."""
     failure = error if isinstance(error, tf.errors.OpError) else error.__cause__
     if not isinstance(failure, tf.errors.OpError):

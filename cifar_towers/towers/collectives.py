@@ -23,22 +23,14 @@ def run_on_towers_synchronized(
 ) -> list[Any]:
     """Run `fn` as `run_on_towers` does, and let it call `all_reduce_mean` in its forward or backward pass.
 
-    Call it inside a `tf.function`. Every tower must make the same calls in the same order. `fn` must compute its
+    Call it inside a `tf.function`, with shards of equal size. Every tower must make the same calls in the same order. `fn` must compute its
     gradients itself: the towers run in threads of their own, where a tape outside of `fn` records nothing.
 
-    Args:
-      fn: called as `fn(tower, shard)` for each of the K towers.
-      shards: [K] of equal size, as `split_batch` returns them.
-
-    Returns:
-      [K] results of `fn`, in tower order.
-
     Raises:
-      RuntimeError: it is called eagerly, or the towers call `all_reduce_mean` a different number of times.
+      RuntimeError: it is called eagerly, where no graph is traced, or the towers call `all_reduce_mean` a different
+        number of times.
       ValueError: there is not one shard per tower.
     """
-    if tf.executing_eagerly():
-        raise RuntimeError("the towers meet while they are traced; call run_on_towers_synchronized in a tf.function")
     graph = tf.compat.v1.get_default_graph()
     graph.switch_to_thread_local()  # every thread has its own device and name scopes
     outer_scope = graph.get_name_scope()
@@ -77,8 +69,7 @@ def all_reduce_mean(tensor: tf.Tensor) -> tf.Tensor:
 def num_replicas() -> int:
     """Return the number of replicas that run side by side.
 
-    They are the towers inside `run_on_towers_synchronized`, and the strategy's replicas inside
-    `tf.distribute.Strategy.run`. Otherwise the number is 1.
+    They are the towers inside `run_on_towers_synchronized`, or the replicas inside `tf.distribute.Strategy.run`.
     """
     if _replica_context():
         return tf.distribute.get_strategy().num_replicas_in_sync

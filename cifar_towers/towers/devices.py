@@ -26,14 +26,10 @@ class Tower:
 
     A tower owns its shard, activations and gradients. It owns no weights: all towers read the same variables. Logical
     CPU devices share the cores of the machine, so several towers on them show the method and gain no speed.
-
-    Attributes:
-      index: from 0.
-      device: TensorFlow's name of the device, as `/GPU:0`.
     """
 
-    index: int
-    device: str
+    index: int  # from 0
+    device: str  # TensorFlow's name, such as `/GPU:0`
 
     @property
     def name(self) -> str:
@@ -114,10 +110,9 @@ def _divide_gpus(gpus: Sequence[tf.config.PhysicalDevice], num_towers: int, limi
     """Make each GPU one logical device per tower on it, and hide the GPUs without a tower."""
     used = gpus[:num_towers]
     tf.config.set_visible_devices(used, "GPU")
-    divide = limit_mb or num_towers > len(used)
     gpu_of_tower = [tower * len(used) // num_towers for tower in range(num_towers)]  # neighbors share
     for index, gpu in enumerate(used):
-        if divide:
+        if limit_mb or num_towers > len(used):
             shares = gpu_of_tower.count(index)
             share = tf.config.LogicalDeviceConfiguration((limit_mb or _gpu_memory_mb(index)) // shares)
             tf.config.set_logical_device_configuration(gpu, [share] * shares)

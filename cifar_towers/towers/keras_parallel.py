@@ -106,18 +106,23 @@ class ParallelModel(keras.Model):
         """Run the forward pass of one tower, which reads the model's variables and writes none.
 
         Returns:
-          outputs: [B/K, ...].
-          extras: masks and logits that Keras attaches to an output tensor for its losses, by output index and attribute
-            name.
-          losses: scalars that layers added.
-          state: the new value of each non-trainable variable that changed, by position.
+          outputs [B/K, ...], their masks and logits by (output index, attribute name), scalar losses that layers added,
+          and the new value of each non-trainable variable that changed, by position.
         """
         values = [(v, tf.convert_to_tensor(v.value)) for v in self.model.variables]
         values = [(v, t + tower.index * TOWER_SEED_STRIDE if is_seed_generator_state(v) else t) for v, t in values]
         with keras.StatelessScope(values, collect_losses=True) as scope:
             outputs = self.model(inputs, training=training)
         changed = [v for v, before in values if scope.get_current_value(v) is not before]
-        _check_changes(changed, foreign=scope.state_mapping.keys() - {id(v) for v, _ in values})
+        own = [v for v in changed if not is_seed_generator_state(v)]
+        refused = [v.path for v in own if v.trainable or "float" not in v.dtype]
+        if scope.state_mapping.keys() - {id(v) for v, _ in values}:
+            refused.append("a variable that is not its own, such as a metric or the global random generator")
+        if refused:
+            raise ValueError(
+                f"the model's call writes {', '.join(refused)}; towers share only its seed generators, and float state "
+                "that is not trained, as its mean"
+            )
         check_outputs(outputs, inputs, tower)
         position = {id(v): i for i, v in enumerate(self.model.non_trainable_variables)}
         state = {position[id(v)]: tf.stop_gradient(scope.get_current_value(v)) for v in changed}
@@ -141,21 +146,6 @@ def _extras(output: tf.Tensor) -> dict[str, tf.Tensor]:
     op = getattr(output, "op", None)  # in graphs, Keras also takes the input of TensorFlow's own operation
     activation = {op.type: op.inputs[0]} if op and op.type in ACTIVATIONS and "_keras_logits" not in names else {}
     return activation | {name: getattr(output, name) for name in names}  # a new tensor, then its attributes
-
-
-def _check_changes(changed: Sequence[keras.Variable], foreign: set[int]) -> None:
-    """Raise unless a forward pass changes only float state, such as moving statistics, and seed generators."""
-    for variable in changed:
-        if variable.trainable or not (is_seed_generator_state(variable) or "float" in variable.dtype):
-            raise ValueError(
-                f"the model's call writes {variable.path}; towers can share only seed generators and float state, as "
-                "its mean, that is not trained"
-            )
-    if foreign:
-        raise ValueError(
-            "the model's call writes a variable that is not its own, such as a metric or the global random generator; "
-            "give random layers a keras.random.SeedGenerator and keep metrics in compile"
-        )
 
 
 # ---- What is asked of a Keras model, here and in the folders above

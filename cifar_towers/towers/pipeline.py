@@ -104,9 +104,6 @@ def stage_placement(build: Callable[[], keras.Model], devices: Sequence[str], *,
 
     Stages can only be cut from a model that has its variables. Therefore `build` is called once before, to learn the
     cut and the order in which variables are created. Slots are beside their variable, all else is in host memory.
-
-    Raises:
-      ValueError: as `cut_in_stages` does.
     """
     created: list[tf.Variable] = []
 
@@ -119,7 +116,7 @@ def stage_placement(build: Callable[[], keras.Model], devices: Sequence[str], *,
     stages = cut_in_stages(model, devices, open_size=open_size)
     device_of = {id(variable.value): stage.device for stage in stages for variable in stage.model.variables}
     order = iter([device_of.get(id(variable), HOST) for variable in created])
-    with custom_placement(lambda count_bytes, pinned_to: pinned_to or next(order, HOST)):
+    with custom_placement(lambda bytes_on: next(order, HOST)):
         yield
 
 

@@ -32,28 +32,20 @@ def variable_placement(policy: str = "cpu", towers: Sequence[Tower] = ()) -> Abs
     return custom_placement(PLACEMENTS[policy](list(dict.fromkeys(tower.device for tower in towers))))
 
 
-# (function that counts the bytes of a new variable, device it is pinned to or "") -> device
-Chooser: TypeAlias = Callable[[Callable[[], int], str], str]
+Chooser: TypeAlias = Callable[[Counter[str]], str]  # bytes of variables on each device so far -> device of the next one
 
 
 def _on_host(devices: Sequence[str]) -> Chooser:
-    return lambda count_bytes, pinned_to: pinned_to or HOST
+    return lambda bytes_on: HOST
 
 
 def _round_robin(devices: Sequence[str]) -> Chooser:
     turns = itertools.cycle(devices)
-    return lambda count_bytes, pinned_to: pinned_to or next(turns)
+    return lambda bytes_on: next(turns)
 
 
 def _least_loaded(devices: Sequence[str]) -> Chooser:
-    load: Counter[str] = Counter()
-
-    def choose(count_bytes: Callable[[], int], pinned_to: str) -> str:
-        device = pinned_to or min(devices, key=lambda device: load[short_device(device)])
-        load[short_device(device)] += count_bytes()
-        return device
-
-    return choose
+    return lambda bytes_on: min(devices, key=lambda device: bytes_on[short_device(device)])
 
 
 # name -> function from the towers' devices to a chooser for one set of variables
@@ -66,11 +58,15 @@ PLACEMENTS: dict[str, Callable[[Sequence[str]], Chooser]] = {
 
 @contextlib.contextmanager
 def custom_placement(choose: Chooser) -> Iterator[None]:
-    """Create every variable inside on the device that `choose` returns for it."""
+    """Create every variable inside on the device that `choose` returns for it, unless it is pinned to another."""
+    bytes_on: Counter[str] = Counter()
 
     def place(next_creator: Callable[..., tf.Variable], **creation: Any) -> tf.Variable:
-        with tf.device(choose(lambda: _variable_bytes(creation), getattr(_thread, "pinned", ""))):
-            return next_creator(**creation)
+        device = getattr(_thread, "pinned", "") or choose(bytes_on)
+        with tf.device(device):
+            variable = next_creator(**creation)
+        bytes_on[short_device(device)] += _num_bytes(variable)
+        return variable
 
     with tf.variable_creator_scope(place):
         yield
@@ -88,23 +84,12 @@ def pin_to_device(device: str) -> Iterator[None]:
         _thread.pinned = previous
 
 
-def _variable_bytes(creation: dict[str, Any]) -> int:
-    """Count the bytes of a variable before it is created.
-
-    A callable initial value is called once, and its result takes its place, so that random values are drawn once.
-    """
-    value = creation["initial_value"]
-    value = tf.convert_to_tensor(value() if callable(value) else value, dtype=creation.get("dtype"))
-    creation["initial_value"] = value
-    return value.shape.num_elements() * value.dtype.size
-
-
 def placement_report(function: tf.types.experimental.ConcreteFunction, towers: Iterable[Tower]) -> str:
     """Return a table of a traced step: each variable's device, each device's bytes, each tower's operations."""
     lines = []
     bytes_on: Counter[str] = Counter()
     for variable in sorted(function.variables, key=lambda variable: variable.name):
-        size, device = variable.shape.num_elements() * variable.dtype.size, short_device(variable.device)
+        size, device = _num_bytes(variable), short_device(variable.device)
         bytes_on[device] += size
         lines.append(f"{variable.name.removesuffix(':0'):50}  {variable.shape!s:16}  {size:12,} bytes  {device}")
     lines += [f"{device}: {size:,} bytes of variables" for device, size in sorted(bytes_on.items())]
@@ -121,6 +106,10 @@ def tower_devices(function: tf.types.experimental.ConcreteFunction, tower: Tower
         for op in function.graph.get_operations()
         if op.device and f"{tower.name}/" in f"{op.name}/" and op_type in ("", op.type)
     )
+
+
+def _num_bytes(variable: tf.Variable) -> int:
+    return (variable.shape.num_elements() or 0) * variable.dtype.size
 
 
 def short_device(device: str) -> str:

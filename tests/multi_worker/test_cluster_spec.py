@@ -12,7 +12,7 @@ from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.main import resolve_cluster
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import UsageError
-from cifar_towers.multi_worker.cluster_spec import ClusterSpec
+from cifar_towers.multi_worker.cluster_spec import Workers
 
 THREE = ("a:5000", "b:5000", "c:5000")
 
@@ -29,12 +29,12 @@ def tf_config(kind="worker", index=0, **cluster):
 @pytest.mark.parametrize(
     ("environment", "settings", "expected"),
     [
-        ({}, {"workers": "a:5000,b:5000,c:5000", "worker_index": 2}, ClusterSpec(THREE, 2)),
-        ({}, {"workers": "[::1]:1,[fd00::2]:1", "worker_index": 0}, ClusterSpec(("[::1]:1", "[fd00::2]:1"), 0)),
-        (tf_config(index=1), {}, ClusterSpec(THREE, 1)),
-        (tf_config("worker", 1, chief=["a:5000"], worker=["b:5000", "c:5000"]), {}, ClusterSpec(THREE, 2)),
-        (tf_config("chief", 0, chief=["a:5000"], worker=["b:5000", "c:5000"]), {}, ClusterSpec(THREE, 0)),
-        (tf_config(), {"workers": "x:1,y:1", "worker_index": 1}, ClusterSpec(("x:1", "y:1"), 1)),  # flags come first
+        ({}, {"workers": "a:5000,b:5000,c:5000", "worker_index": 2}, Workers(THREE, 2)),
+        ({}, {"workers": "[::1]:1,[fd00::2]:1", "worker_index": 0}, Workers(("[::1]:1", "[fd00::2]:1"), 0)),
+        (tf_config(index=1), {}, Workers(THREE, 1)),
+        (tf_config("worker", 1, chief=["a:5000"], worker=["b:5000", "c:5000"]), {}, Workers(THREE, 2)),
+        (tf_config("chief", 0, chief=["a:5000"], worker=["b:5000", "c:5000"]), {}, Workers(THREE, 0)),
+        (tf_config(), {"workers": "x:1,y:1", "worker_index": 1}, Workers(("x:1", "y:1"), 1)),  # flags come first
     ],
 )
 def test_cluster_from_flags_or_tf_config(environment, settings, expected):
@@ -55,7 +55,7 @@ def test_cluster_from_slurm(monkeypatch, node, place, index):
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert resolved(os.environ) == ClusterSpec(("gpu10:20007", "gpu10:20008", "gpu9:20007", "gpu9:20008"), index)
+    assert resolved(os.environ) == Workers(("gpu10:20007", "gpu10:20008", "gpu9:20007", "gpu9:20008"), index)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from cifar_towers.data import synthetic
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import RunError, UsageError, WorkerLostError
 from cifar_towers.multi_worker import coordination
-from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec, Workers
+from cifar_towers.multi_worker.cluster_spec import ALONE, Workers
 from cifar_towers.trainer import shared_values
 from cifar_towers.training.distributed_step import make_strategy
 
 FROM_TASK = "from remote target /job:worker/replica:0/task:{}"
-CLUSTER = ClusterSpec(("a:1", "b:1", "c:1"), 0)
+CLUSTER = Workers(("a:1", "b:1", "c:1"), 0)
 LOST = "Collective ops is aborted by: {}\nThe error could be from a previous operation. Restart your program to reset."
 
 
@@ -99,7 +99,7 @@ DATA = Dataset("mine", *(synthetic.make(10, 0, stream) for stream in range(3)))
 
 
 def check_refused(values, of_other_worker, named):
-    workers = Workers(TWO, lambda _: [values, of_other_worker])
+    workers = dataclasses.replace(TWO, gather=lambda _: [values, of_other_worker])
     with pytest.raises(UsageError, match=rf"worker 1 of 2 \(b:1\) has {named}"):
         workers.assert_equal(values)
 

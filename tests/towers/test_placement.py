@@ -48,8 +48,6 @@ def test_least_loaded_knows_devices_by_any_name(towers):
 
 
 def test_placement_does_not_change_initial_values(towers):
-    """`least_loaded` computes a random initial value once to count its bytes, and uses that value."""
-
     def initial_kernels(policy):
         keras.utils.set_random_seed(3)
         with variable_placement(policy, towers(2)):
@@ -74,7 +72,7 @@ def test_the_flag_has_all_placements():
 
 
 def test_a_new_placement_needs_one_entry(towers, monkeypatch):
-    monkeypatch.setitem(PLACEMENTS, "last_tower", lambda devices: lambda count_bytes, pinned_to: devices[-1])
+    monkeypatch.setitem(PLACEMENTS, "last_tower", lambda devices: lambda bytes_on: devices[-1])
     with variable_placement("last_tower", towers(3)):
         assert device_indices([tf.Variable(0.0), tf.Variable(1.0)]) == [2, 2]
 
