@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cifar_towers.cli.program import tensorflow_imported
-from cifar_towers.cli.run import Run, parse_settings
+from cifar_towers.cli.run import parse_settings
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EvaluateConfig, PredictConfig
 from cifar_towers.errors import FLAG_DASHES, Interrupted, UsageError, with_errors_for_python
+from cifar_towers.inference.run import Run
 from cifar_towers.signals import StopSignals
 
 if TYPE_CHECKING:

@@ -36,6 +36,9 @@ SAME_LAYER = {  # (folder, imported module or folder of the same layer): the rea
     ("reporting", "training.step_runner"): "plain result types cross folders",
     ("reporting", "evaluation.score"): "plain result types cross folders",
 }
+LATE = {  # modules whose functions may import anything when they are called: the reason
+    "inference.run": "a run must be quick to import, and its methods `model` and `predict` need TensorFlow",
+}
 
 
 def read_modules():
@@ -77,7 +80,7 @@ def read_imports():
     return imports
 
 
-IMPORTS = read_imports()
+IMPORTS = [found for found in read_imports() if not (found[0] in LATE and found[3])]
 
 
 def folder(module):

@@ -15,7 +15,7 @@ from cifar_towers import files
 from cifar_towers.benchmark.visits import BenchmarkCase, make_cases, short_training, visit
 from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.errors import RunError
-from cifar_towers.reporting.run_records import align_columns, format_rate
+from cifar_towers.reporting.records import align_columns, format_rate
 from cifar_towers.signals import StopSignals
 
 Rates = Mapping[BenchmarkCase, Sequence[float]]  # images per second of each visit

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.cli.program import checked_output, find_data, import_tensorflow, parse, program, start_tool
-from cifar_towers.cli.run import Run
 from cifar_towers.config import TrainConfig, parse_seeds, programs
 from cifar_towers.errors import DivergedError, RunError, UsageError
+from cifar_towers.inference.run import Run
 from cifar_towers.multi_worker import cluster_spec, launcher
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
 from cifar_towers.signals import StopSignals
@@ -94,9 +94,9 @@ def train_seeds(config: TrainConfig) -> None:
     """
     from cifar_towers.checkpointing.run_directory import open_run
     from cifar_towers.evaluation.score import score_name
+    from cifar_towers.inference.runs import Sample
     from cifar_towers.reporting.phase_timer import training_seconds
-    from cifar_towers.reporting.run_records import format_rate
-    from cifar_towers.reporting.sample import Sample
+    from cifar_towers.reporting.records import format_rate
 
     accuracies: dict[str, list[float]] = {}
     results: list[dict] = []
@@ -259,15 +259,15 @@ def report() -> None:
     """
     config = parse(programs.ReportConfig, report)
     from cifar_towers import files
-    from cifar_towers.reporting.run_records import read_runs
+    from cifar_towers.inference.runs import read_runs
 
     directories = [Path(run) for run in config.runs]
     records = read_runs(directories)
-    from cifar_towers.reporting import html_report  # loads Matplotlib, after all that usually fails
+    from cifar_towers.inference import report as page  # loads Matplotlib, after all that usually fails
 
     default = Path(directories[0] if len(directories) == 1 else "", files.REPORT)
     with checked_output():
-        print(html_report.write(records, Path(config.out or default)))
+        print(page.write(records, Path(config.out or default)))
 
 
 @program

@@ -95,7 +95,7 @@ def test_help_imports_nothing_slow(name):
             2,
             "'speed94' is not a flag; settings are given as --name=value; --help lists them; flags",
         ),
-        pytest.param("compare_runs.py", ["docs", "docs"], 2, "docs has no config.json; give two runs'", marks=SLOW),
+        pytest.param("compare_runs.py", ["docs", "docs"], 2, "docs is not the directory of a run: it has", marks=SLOW),
     ],
 )
 def test_error_is_one_line_and_an_exit_code(tmp_path, program, arguments, code, message):
