@@ -69,7 +69,7 @@ def train(
     timer = timer or PhaseTimer()
     setup_devices = functools.partial(devices.setup_devices, config, cluster)
     with coordination.connect(cluster, setup_devices) as (workers, hardware), explained_errors(config):
-        source, dataset = build.load_data(config, source)
+        dataset = build.load_data(config, source)
         if cluster:
             workers.assert_equal(shared_values(config, dataset, hardware.precision, len(hardware.local_towers)))
         with Callbacks(callbacks, make_handle(directory.path)).until_end() as started_callbacks:

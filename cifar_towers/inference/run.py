@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from cifar_towers import files
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.programs import TrainedRunConfig
-from cifar_towers.config.train_config import names_with
-from cifar_towers.errors import UsageError, with_errors_for_python
+from cifar_towers.config.programs import PredictConfig, TrainedRunConfig
+from cifar_towers.config.train_config import make_config, names_with
+from cifar_towers.errors import UsageError
+from cifar_towers.hardware import tensorflow_imported
 from cifar_towers.reporting.records import read_records
 
 if TYPE_CHECKING:
@@ -129,7 +130,6 @@ class Run:
 
         return reported_score(list(self.scores.values()))
 
-    @with_errors_for_python
     def model(self, **settings: Any) -> "keras.Model":
         """Return the model with its preprocessing: images [B, S, S, 3] of the training's size -> probabilities [B, C].
 
@@ -142,19 +142,19 @@ class Run:
         Raises:
           RunError: there is no such checkpoint, or it is damaged.
         """
-        from cifar_towers.cli.program import tensorflow_imported
-
-        config = TrainedRunConfig(train_dir=str(self.directory), **settings)
+        config = make_config(TrainedRunConfig, {"train_dir": self.directory, **settings})
         with tensorflow_imported():
             from cifar_towers.inference.export import load_portable_model
 
             return load_portable_model(config)
 
     def predict(self, images: "np.ndarray | Iterable[Path | str] | Path | str", **settings: Any) -> "np.ndarray":
-        """Classify images; see `cifar_towers.predict`."""
-        from cifar_towers import api
+        """Return the probabilities [n, C] of images; see `cifar_towers.predict`."""
+        config = make_config(PredictConfig, {"train_dir": self.directory, "pictures": ("images",), **settings})
+        with tensorflow_imported():
+            from cifar_towers.inference.predict import predict_probabilities
 
-        return api.predict(self, images, **settings)
+            return predict_probabilities(config, images)
 
     def _read_records(self) -> list[dict[str, Any]]:
         """Return all records. The file is read again only if it has changed."""

@@ -24,11 +24,11 @@ min: of all its processes, with start, compilation and evaluation
 val: on the validation images, not on the test images"""
 
 
-def find_runs(root: Path, pattern: str = "*") -> list[Run]:
+def find_runs(root: Path, *patterns: str) -> list[Run]:
     """Return the runs in and below `root`, sorted by directory.
 
     Args:
-      pattern: a pattern of the shell for the last parts of a run's path, e.g. `speed94*` or `sweep/*`.
+      patterns: patterns of the shell for the last parts of a run's path, e.g. `speed94*`; default: all runs.
 
     Raises:
       UsageError: there is no such directory.
@@ -37,8 +37,8 @@ def find_runs(root: Path, pattern: str = "*") -> list[Run]:
         raise UsageError(f"there is no directory {root}; give one that holds runs, or train first")
     directories = sorted(path.parent for path in root.rglob(files.CONFIG))
     runs = [Run(directory, str(directory.relative_to(root))) for directory in directories]
-    # other programs may have a config.json too
-    return [run for run in runs if run.directory.match(pattern) and "train_dir" in run.config]
+    found = [run for run in runs if any(map(run.directory.match, patterns or ["*"]))]
+    return [run for run in found if "train_dir" in run.config]  # other programs may have a config.json too
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:

@@ -7,6 +7,8 @@ import math
 import numbers
 import os
 import platform
+import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -25,7 +27,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.data.dataset import Dataset, DatasetInfo, Split
-from cifar_towers.errors import UsageError, command, count
+from cifar_towers.errors import UsageError, count
 from cifar_towers.evaluation.score import Evaluation, describe_score, reported_score, score_name
 from cifar_towers.hardware import available_cores, cpuinfo, gpu_names
 from cifar_towers.registry import split_path
@@ -35,7 +37,6 @@ from cifar_towers.reporting.phase_timer import PhaseTimer, training_seconds
 from cifar_towers.reporting.records import JsonlWriter, format_rate
 from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWriter
 from cifar_towers.towers import Tower, placement_report
-from cifar_towers.towers.pipeline import layer_costs
 from cifar_towers.towers.placement import short_device
 from cifar_towers.training.diagnostics import StepDiagnostics
 from cifar_towers.training.results import StepMetrics, without_gradients
@@ -424,11 +425,7 @@ def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def describe_run(run: RunInfo) -> dict[str, Any]:
-    """Return the content of environment.json: machine, software, devices, data, variables and layers of a run."""
-    try:
-        layers = layer_costs(run.model, open_size=run.config.crop or run.dataset.info.image_size)
-    except ValueError:  # not a graph of layers
-        layers = []
+    """Return the content of environment.json: machine, software, devices, data and variables of a run."""
     return describe_machine() | {
         "towers": [{"name": tower.name, "device": tower.device} for tower in run.towers],
         "precision": run.precision,
@@ -445,14 +442,13 @@ def describe_run(run: RunInfo) -> dict[str, Any]:
             }
             for name, variable in run.variables.items()
         ],
-        "model": layers,
     }
 
 
 def describe_machine() -> dict[str, Any]:
     """Return command, versions, processor and git revision of this process."""
     return {
-        "command": ["python", *sys.argv] if sys.argv[0].endswith(".py") else sys.argv,
+        "command": ["cifar-towers" if sys.argv[0].endswith("__main__.py") else sys.argv[0], *sys.argv[1:]],
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": cpuinfo("model name") or platform.processor() or platform.machine(),
@@ -468,11 +464,13 @@ def next_commands(config: TrainConfig, banner: str) -> list[str]:
     run = [f"--train_dir={config.directory}", *([f"--model={config.model}"] if config.user_model else [])]
     data = [f"--dataset={config.dataset}"] if split_path(config.dataset)[0] else []  # where it is now
     data += [f"--data_dir={config.data_dir}"] if config.data_dir and not banner else []
-    return [
-        command("tensorboard", f"--logdir={config.directory}"),
-        command("evaluate.py", *run, *data),
-        command("predict.py", *run, "picture.jpg"),
-    ]
+    place = "" if shutil.which("cifar-towers") else f"{os.path.relpath(Path(sys.executable).parent)}/"
+    commands = (
+        [f"{place}tensorboard", f"--logdir={config.directory}"],
+        [f"{place}cifar-towers", "evaluate", *run, *data],
+        [f"{place}cifar-towers", "predict", *run, "picture.jpg"],
+    )
+    return [shlex.join(words) for words in commands]
 
 
 def memory_usage(towers: Sequence[Tower]) -> dict[str, float]:

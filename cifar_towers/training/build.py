@@ -25,7 +25,7 @@ from cifar_towers.errors import UsageError
 from cifar_towers.models import MODELS, WEIGHT_DECAYS, user_model
 from cifar_towers.models.layers import synchronize
 from cifar_towers.models.speednet import whitening_kernel
-from cifar_towers.registry import model_spec
+from cifar_towers.registry import SPEEDNETS
 from cifar_towers.towers import Tower, variable_placement
 from cifar_towers.towers.devices import on_gpus
 from cifar_towers.towers.pipeline import Stage, cut_in_stages, stage_placement
@@ -42,9 +42,9 @@ NUM_EXAMPLES = 4  # in the batch that a user's function is checked with
 MAX_WHITENING_PIXELS = 5000 * 32 * 32  # at once; their patches take a hundred bytes each
 
 
-def load_data(config: TrainConfig, source: sources.Source) -> tuple[sources.Source, Dataset]:
-    """Return the data set that a config asks for, and the source it came from. Errors are those of `sources.load`."""
-    return sources.load(source, config.validation_examples, config.image_size, fall_back=config.dataset == "auto")
+def load_data(config: TrainConfig, source: sources.Source) -> Dataset:
+    """Return the data set that a config asks for. Errors are those of `sources.load`."""
+    return sources.load(source, config.validation_examples, config.image_size)
 
 
 def make_batches(config: TrainConfig, train: Split, rows: tuple[int, int] | None = None) -> Batches:
@@ -118,7 +118,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 def _registered_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Split | None) -> keras.Model:
     options = {"dtype": POLICIES[precision], "num_classes": len(info.class_names)}
-    if model_spec(config.model).is_speednet:
+    if config.model in SPEEDNETS:
         if train is not None:
             parts = chunks(train.images[: config.whitening_images], MAX_WHITENING_PIXELS)
             normalize = make_augmentation(config, info).evaluate
@@ -204,7 +204,7 @@ def resolve_placement(config: TrainConfig, towers: Sequence[Tower]) -> str:
 
     A speednet's update is too much work for a host, so its variables are spread over GPUs.
     """
-    default = "round_robin" if model_spec(config.model).is_speednet and on_gpus(towers) else "cpu"
+    default = "round_robin" if config.model in SPEEDNETS and on_gpus(towers) else "cpu"
     return config.variable_placement or default
 
 
@@ -246,7 +246,7 @@ def make_state(
         nesterov=config.nesterov,
         muon_momentum=config.muon_momentum,
         total_steps=length.total,
-        is_speednet=model_spec(config.model).is_speednet,
+        is_speednet=config.model in SPEEDNETS,
     )
     state = TrainState(model, optimizer, terms, length.total, config.ema_decay, config.lookahead)
     return state, loss_fn

@@ -170,7 +170,7 @@ def test_differing_and_shared_settings_and_commands(tmp_path, undrawn):
 def test_program(tmp_path, monkeypatch, capsys):
     make_runs(tmp_path / "seeds", last_step=22)
     monkeypatch.chdir(tmp_path)
-    assert call(monkeypatch, "report.py", "seeds", "--out=page.html") == 0 and capsys.readouterr().out == "page.html\n"
+    assert call(monkeypatch, "report", "seeds", "--out=page.html") == 0 and capsys.readouterr().out == "page.html\n"
     page = Page((tmp_path / "page.html").read_text())
     assert [page.results(f"speed94-seed{seed}")["seed"] for seed in range(3)] == ["0", "1", "2"]
 
