@@ -28,4 +28,4 @@ elif "TF_ENABLE_ONEDNN_OPTS" not in os.environ:
     )
 
 from cifar_towers.api import evaluate, load_run, predict, train  # after the environment is set
-from cifar_towers.cli.run import Run
+from cifar_towers.inference.run import Run

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cifar_towers.cli.run import Run
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.programs import EvaluateConfig, ExportConfig, PredictConfig
+from cifar_towers.config.programs import EvaluateConfig, ExportConfig
 from cifar_towers.config.train_config import make_config
 from cifar_towers.errors import Interrupted, UsageError
 from cifar_towers.hardware import tensorflow_imported
+from cifar_towers.inference.run import Run, open_run
 from cifar_towers.multi_worker.cluster_spec import Workers
 from cifar_towers.signals import StopSignals
 
@@ -151,12 +151,7 @@ def predict(
       RunError: there is no such run, the array has another shape or type, a file cannot be read, or logits are not
         finite.
     """
-    settings |= {"train_dir": getattr(run, "directory", run), "pictures": ("images",)}
-    config = make_config(PredictConfig, settings)
-    with tensorflow_imported():
-        from cifar_towers.inference.predict import predict_probabilities
-
-        return predict_probabilities(config, images)
+    return (run if isinstance(run, Run) else Run(run)).predict(images, **settings)
 
 
 def export(run: Run | Path | str, **settings: Any) -> None:
@@ -183,12 +178,7 @@ def load_run(path: Path | str) -> Run:
     Raises:
       UsageError: the directory holds no run.
     """
-    from cifar_towers import files
-
-    directory = Path(path).expanduser()
-    if not (directory / files.CONFIG).exists():
-        raise UsageError(f"{path} is not the directory of a run: it has no {files.CONFIG}")
-    return Run(directory)
+    return open_run(path)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.config.train_config import split_names
 from cifar_towers.errors import RunError
-from cifar_towers.reporting.run_records import align_columns, format_rate
+from cifar_towers.reporting.records import align_columns, format_rate
 from cifar_towers.signals import StopSignals
 from cifar_towers.towers.placement import PLACEMENTS
 

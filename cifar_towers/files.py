@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-
 from cifar_towers.errors import DataError, error_text
 
 log = logging.getLogger(__name__)
@@ -216,6 +214,6 @@ def _plain(value: Any) -> Any:
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(inner) for inner in value]
-    if isinstance(value, np.generic):
+    if hasattr(value, "item"):  # a number of NumPy
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -27,7 +27,7 @@ from cifar_towers.benchmark import BenchmarkCase, short_training, visit
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import RunError
-from cifar_towers.reporting.run_records import align_columns
+from cifar_towers.reporting.records import align_columns
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FRAMEWORKS = ("ours", "keras", "keras-onednn", "pytorch", "pytorch-compiled")

@@ -28,7 +28,7 @@ from cifar_towers import files
 from cifar_towers.errors import RunError
 from cifar_towers.hardware import tensorflow_imported
 from cifar_towers.inference.compare import COMPARED, compare_runs, record_key
-from cifar_towers.reporting.run_records import read_records
+from cifar_towers.reporting.records import read_records
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TIMEOUT_SECONDS = 600  # of one process

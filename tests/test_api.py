@@ -72,6 +72,7 @@ def test_a_run_that_goes_on_after_its_result_has_none(run, tmp_path):
 def test_the_model_takes_levels_and_gives_the_probabilities_that_predict_gives(run, small_set, tmp_path):
     images, labels = small_set[1].images[:30], small_set[1].labels
     probabilities = cifar_towers.predict(run, images, model=TINY_NET, precision="float32")
+    np.testing.assert_array_equal(run.predict(images, model=TINY_NET, precision="float32"), probabilities)
     model = run.model(model=TINY_NET)
     np.testing.assert_allclose(model.predict(images, verbose=0), probabilities, atol=1e-5)
     whole = cifar_towers.predict(run, small_set[1].images, model=TINY_NET, precision="float32")

@@ -37,6 +37,9 @@ SAME_LAYER = {  # (folder, imported module or folder of the same layer): the rea
     ("reporting", "training.step_runner"): "plain result types cross folders",
     ("reporting", "evaluation.score"): "plain result types cross folders",
 }
+LATE = {  # module whose functions may import modules of its folder when they are called: the reason
+    "inference.run": "a run is quick to import, and its methods `model` and `predict` need TensorFlow",
+}
 
 
 def read_modules():
@@ -108,8 +111,9 @@ def test_exceptions_are_needed():
 @pytest.mark.parametrize("name", [folder, str], ids=["folders", "modules"])
 def test_imports_form_no_circle(name):
     graph = {name(module): set() for module in MODULES}
-    for importer, imported, *_ in IMPORTS:
-        graph[name(importer)] |= {name(imported)} - {name(importer)}
+    for importer, imported, _, in_function in IMPORTS:
+        if not (in_function and importer in LATE):
+            graph[name(importer)] |= {name(imported)} - {name(importer)}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -117,9 +121,9 @@ def test_imports_form_no_circle(name):
 
 
 def test_no_import_of_the_package_is_inside_a_function():
-    """Except in `cli` and `api`, which load what they run after the settings are checked."""
+    """Except in `cli` and `api`, which load what they run after the settings are checked, and in `LATE`."""
     late = [(importer, line, imported) for importer, imported, line, in_function in IMPORTS if in_function]
-    assert [one for one in late if folder(one[0]) not in ("cli", "api")] == []
+    assert [one for one in late if folder(one[0]) not in ("cli", "api") and one[0] not in LATE] == []
 
 
 # The most lines that each folder may have, and the package as a whole. Whoever needs more finds what can go.

@@ -100,9 +100,9 @@ def train_seeds(config: TrainConfig) -> None:
     """
     from cifar_towers.checkpointing.run_directory import open_run
     from cifar_towers.evaluation.score import score_name
+    from cifar_towers.inference.runs import Sample
     from cifar_towers.reporting.phase_timer import training_seconds
-    from cifar_towers.reporting.run_records import format_rate
-    from cifar_towers.reporting.sample import Sample
+    from cifar_towers.reporting.records import format_rate
 
     accuracies: dict[str, list[float]] = {}
     results: list[dict] = []
@@ -227,15 +227,16 @@ def report(config: programs.ReportConfig) -> None:
 
       cifar-towers report runs/one [runs/other ...] [--out=FILE]
 
-    Runs that differ only in the seed are shown as their mean, with a band of one standard deviation.
+    A directory stands for the runs in it. Runs that differ only in the seed are shown as their mean, with a band of
+    one standard deviation.
     """
     from cifar_towers import files
-    from cifar_towers.reporting import html_report
-    from cifar_towers.reporting.run_records import read_runs
+    from cifar_towers.inference import report as page
+    from cifar_towers.inference.runs import read_runs
 
     directories = [Path(run) for run in config.runs]
     default = Path(directories[0] if len(directories) == 1 else "", files.REPORT)
-    print(html_report.write(read_runs(directories), Path(config.out or default)))
+    print(page.write(read_runs(directories), Path(config.out or default)))
 
 
 def runs(config: programs.RunsConfig) -> None:

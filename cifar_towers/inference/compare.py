@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from cifar_towers import files
 from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_checkpoint
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import names_with
-from cifar_towers.errors import UsageError
 from cifar_towers.evaluation.score import score_name
-from cifar_towers.reporting.run_records import flatten, read_records
+from cifar_towers.inference.run import Run, open_run
+from cifar_towers.inference.runs import flatten
 
 # Settings that differ between any two runs and do not change what is trained.
 INCIDENTAL = {"command", "recipe", "seeds", *names_with(TrainConfig, per_run=True, per_worker=True)}
@@ -34,39 +33,41 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, str]:
     Raises:
       UsageError: one of them is not a run's directory. DataError: a file or checkpoint that both have is damaged.
     """
-    for run in (one, other):
-        if not (run / files.CONFIG).exists():
-            raise UsageError(f"{run} has no {files.CONFIG}; give two runs' directories, e.g. runs/speed94-seed0")
-    lines = []
-    for kind, name in (("settings", files.CONFIG), ("environments", files.ENVIRONMENT)):
-        ours, theirs = (flatten(files.read_json_if_any(run / name), INCIDENTAL) for run in (one, other))
-        differing = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
-        if differing:
-            changes = [f"{key} {_as_text(ours.get(key))} -> {_as_text(theirs.get(key))}" for key in differing]
-            lines.append(f"{kind} differ: {', '.join(changes)}")
-    lines = lines or ["settings and environments: same"]
-    compared = [_compare_records(kind, one, other) for kind in COMPARED]
-    compared += [_compare_checkpoints(one, other), _compare_last_weights(one, other)]
+    runs = open_run(one), open_run(other)
+    settings = _describe_changes("settings", *(run.config for run in runs))
+    settings += _describe_changes("environments", *(run.environment for run in runs))
+    compared = [
+        _compare_records("losses", COMPARED["train"], *(run.history for run in runs)),
+        _compare_records("evaluations", COMPARED["eval"], *(run.evaluations for run in runs)),
+        _compare_checkpoints(*runs),
+        _compare_last_weights(*runs),
+    ]
     findings = [found for found in compared if found]
     results = [equal for equal, _ in findings if equal is not None]
     if not results:
-        lines.append("the runs have no step in common, so nothing can be compared")
-    lines += [line for _, line in findings]
+        findings.append((None, "the runs have no step in common, so nothing can be compared"))
+    lines = [*(settings or ["settings and environments: same"]), *(line for _, line in findings)]
     return bool(results) and all(results), "\n".join(lines)
+
+
+def _describe_changes(noun: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return a line with the values that differ, or none."""
+    ours, theirs = (flatten(values, INCIDENTAL) for values in (one, other))
+    differing = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
+    changes = [f"{key} {_as_text(ours.get(key))} -> {_as_text(theirs.get(key))}" for key in differing]
+    return [f"{noun} differ: {', '.join(changes)}"] if changes else []
 
 
 def _as_text(value: Any) -> str:
     return f"a list of {len(value)}" if isinstance(value, list) and len(value) > MAX_LISTED else str(value)
 
 
-def _compare_records(kind: str, one: Path, other: Path) -> Finding | None:
-    """Find the last common step with equal records of a kind, and the first step that differs."""
-    noun = {"train": "losses", "eval": "evaluations"}[kind]
-    records = [read_records(run / files.METRICS) for run in (one, other)]
-    ours, theirs = ({record_key(r): r for r in of_run if r["kind"] == kind} for of_run in records)
+def _compare_records(noun: str, names: tuple[str, ...], *records: list[dict[str, Any]]) -> Finding | None:
+    """Find the last common step with equal records, and the first step that differs."""
+    ours, theirs = ({record_key(record): record for record in of_run} for of_run in records)
     common = sorted(ours.keys() & theirs.keys())
     for step, score in common:
-        pairs = {name: (ours[step, score].get(name), theirs[step, score].get(name)) for name in COMPARED[kind]}
+        pairs = {name: (ours[step, score].get(name), theirs[step, score].get(name)) for name in names}
         differing = [f"{name} {a} and {b}" for name, (a, b) in pairs.items() if repr(a) != repr(b)]  # NaN equals NaN
         if differing:
             before = [earlier for earlier, _ in common if earlier < step]
@@ -82,41 +83,37 @@ def record_key(record: Mapping[str, Any]) -> tuple[int, str]:
     return record["step"], score_name(record) if record["kind"] == "eval" else ""
 
 
-def _compare_checkpoints(one: Path, other: Path) -> Finding | None:
+def _compare_checkpoints(*runs: Run) -> Finding | None:
     """Find the first common step with different values, and the variables that differ most."""
-    paths = [{path.name: path for path in list_checkpoints(run)} for run in (one, other)]
-    common = sorted(paths[0].keys() & paths[1].keys())
+    paths = [{path.name: path for path in list_checkpoints(run.directory)} for run in runs]
+    common = [name for name in paths[0] if name in paths[1]]
     for name in common:
         ours, theirs = (read_checkpoint(of_run[name])[0] for of_run in paths)
-        if unmatched := sorted(ours.keys() ^ theirs.keys()):
+        shapes, other_shapes = ({(k, v.shape, v.dtype) for k, v in values.items()} for values in (ours, theirs))
+        if unmatched := sorted({key for key, *_ in shapes ^ other_shapes}):
             return False, f"weights: from {name}: other variables, among them {', '.join(unmatched[:3])}"
-        distances = {key: _relative_difference(ours[key], theirs[key]) for key in ours}
-        differing = sorted((key for key in distances if distances[key] > 0), key=lambda key: -distances[key])
-        if differing:
+        distances = {  # the largest difference over the largest value
+            key: np.abs(value.astype(np.float64) - theirs[key]).max() / max(np.abs(value).max(), 1e-300)
+            for key, value in ours.items()
+            if value.tobytes() != theirs[key].tobytes()  # -0.0 differs from 0.0
+        }
+        if distances:
+            differing = sorted(distances, key=lambda key: -distances[key])
             largest = ", ".join(f"{key} ({distances[key]:.1e})" for key in differing[:3])
-            summary = f"from {name}: {len(differing)} of {len(distances)} variables"
+            summary = f"from {name}: {len(differing)} of {len(ours)} variables"
             return False, f"weights: {summary}; largest relative differences: {largest}"
     return (True, f"weights: same at {', '.join(common)}") if common else None
 
 
-def _relative_difference(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the largest difference over the largest value; infinity for other shapes, types or non-finite values."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return float("inf")
-    if one.tobytes() == other.tobytes():
-        return 0.0
-    one, other = one.astype(np.float64), other.astype(np.float64)
-    difference = np.max(np.abs(one - other)) / max(np.max(np.abs(one)), 1e-300)
-    return max(float(difference), 5e-324) if np.isfinite(difference) else float("inf")  # -0.0 differs from 0.0
-
-
-def _compare_last_weights(one: Path, other: Path) -> Finding | None:
+def _compare_last_weights(*runs: Run) -> Finding | None:
     """Compare the weights of runs that ended at the same step."""
-    results = [files.read_json_if_any(run / files.RESULT) for run in (one, other)]
+    results = [run.result or {} for run in runs]
     steps = [result.get("step") for result in results]
     if steps[0] != steps[1]:
-        runs = zip((one, other), steps, strict=True)
-        ends = [f"{run} ended at step {step}" if step else f"{run} has not ended" for run, step in runs]
+        ends = [
+            f"{run.directory} ended at step {step}" if step else f"{run.directory} has not ended"
+            for run, step in zip(runs, steps, strict=True)
+        ]
         return None, f"{', '.join(ends)}: only the common part is compared"
     if not all(results):
         return None

@@ -1,21 +1,21 @@
 """Evaluation of a run's checkpoint, as a table or as JSON."""
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
-from cifar_towers import devices, files
+from cifar_towers import files
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
-from cifar_towers.errors import DataError, UsageError, printable
+from cifar_towers.errors import DataError, UsageError, listed, printable
 from cifar_towers.evaluation.score import Score, wilson_interval
-from cifar_towers.inference.load_run import make_logits_fn, open_run
-from cifar_towers.reporting.console import progress_bar
-from cifar_towers.reporting.run_records import align_columns, format_number
+from cifar_towers.inference.predict import TrainedModel
+from cifar_towers.reporting.records import align_columns
 
 TABULATED = ("accuracy", "loss", "ece")  # of each set of corrupted images
 EXTRA = {"gaussian_blur", "saturate", "spatter", "speckle_noise"}  # corruptions that the published mean leaves out
@@ -41,10 +41,9 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
         rows = _class_rows(record)
     else:
         lines.append(f"accuracy (%) on {record['count']:,} images by severity")
-        columns = [*record["accuracy"]["mean"]]
-        rows = [["corruption", *columns]]
+        rows = [["corruption", *record["accuracy"]["mean"]]]
         for name, row in record["accuracy"].items():
-            rows.append([name, *(format_number(row.get(column), ".2f", 100) for column in columns)])
+            rows.append([name, *(f"{100 * accuracy:.2f}" for accuracy in row.values())])
     return "\n".join([*map(printable, lines), "", align_columns(rows, left=(0, 3) if "per_class" in record else (0,))])
 
 
@@ -55,48 +54,58 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
       UsageError: there is no such run, split or set of weights. DataError: the run's data cannot be read, or
         differ from the data it was trained on; or logits are not finite.
     """
-    run = open_run(Path(config.train_dir), config.model, config.step)
-    source = sources.find(config.dataset or run.metadata["dataset"], config.data_dir)
-    weights = run.choose_weights(config.weights)
-    towers = devices.setup_towers(config)  # before anything else that uses TensorFlow
-    precision = devices.choose_precision(config.precision, towers, run.metadata["facts"]["precision"])
-    record = {"train_dir": str(run.directory), "step": run.metadata["step"], "dataset": source.name}
-    record |= {"split": config.split, "weights": weights, "tta": config.tta, "precision": precision}
-    first = slice(config.num_images or None)
+    trained = TrainedModel(config)
+    trained_on = trained.metadata["dataset"]
+    source = sources.find(config.dataset or trained_on, config.data_dir)
+    record = {"train_dir": str(trained.run.directory), "step": trained.metadata["step"], "dataset": source.name}
+    record |= {"split": config.split, "weights": trained.weights, "tta": config.tta, "precision": trained.precision}
 
     def read(name: str) -> Split:
-        split = sources.load_split(source, name, run.info.image_size, run.config.validation_examples)
-        return run.number_labels(split)
+        split = sources.load_split(source, name, trained.info.image_size, trained.config.validation_examples)
+        return _number_labels(split, trained)
 
-    def score(splits: Iterable[Split], number: int = 1) -> Iterator[Score]:
-        model, scored = run.load(weights, precision), 0
-        with progress_bar("evaluating") as show:
-            logits_of = make_logits_fn(run, model, towers, lambda done: show((scored + done) / number))
-            for split in splits:  # read one at a time
-                yield Score(split.labels, logits_of(split.images, config.tta))
-                scored += 1
+    def score(split: Split) -> Score:
+        split = split.take(slice(config.num_images or None))
+        return Score(split.labels, trained.logits(split.images, config.tta))
 
-    if names := source.corruptions:
+    if source.corruptions:
         if config.split != "test":
             raise UsageError(f"{source.name} has corrupted test images only; leave --split out")
-        return record | _tabulate(names, score((read(name).take(first) for name in names), len(names)))
-    whole = read(config.split)
-    if not len(whole.labels):
-        raise UsageError(f"{source.name} has no {config.split} examples; give another --split")
-    record["changed_data"] = run.metadata.get(f"{config.split}_sha256") != whole.digest
-    if record["changed_data"] and source.name == run.metadata["dataset"] and not config.allow_changed_data:
-        raise DataError(
-            f"{run.directory} was made with other {config.split} images than {source.name} has now; restore them, "
-            "or give --allow_changed_data to evaluate on these"
+        console = Console(stderr=True)
+        names = track(
+            source.corruptions, "evaluating", console=console, transient=True, disable=not console.is_terminal
         )
-    (found,) = score([whole.take(first)])
+        return record | _tabulate({name: score(read(name)) for name in names})
+    split = read(config.split)
+    if not len(split.labels):
+        raise UsageError(f"{source.name} has no {config.split} examples; give another --split")
+    record["changed_data"] = trained.metadata.get(f"{config.split}_sha256") != split.digest
+    if record["changed_data"] and source.name == trained_on and not config.allow_changed_data:
+        raise DataError(
+            f"{trained.run.directory} was made with other {config.split} images than {source.name} has now; restore "
+            "them, or give --allow_changed_data to evaluate on these"
+        )
+    found = score(split)
     return record | {
         **found.record(),
         "correct": found.correct,
         "interval95": list(wilson_interval(found.accuracy, found.count)),
-        "per_class": dict(zip(run.info.class_names, found.per_class().tolist(), strict=True)),
+        "per_class": dict(zip(trained.info.class_names, found.per_class().tolist(), strict=True)),
         "confusion": found.confusion.tolist(),
     }
+
+
+def _number_labels(split: Split, trained: TrainedModel) -> Split:
+    """Return a split with labels that are numbers of the run's classes. It may have some of these, in any order.
+
+    Raises:
+      DataError: the split has other classes.
+    """
+    known, classes = trained.info.class_names, split.info.class_names
+    if unknown := [name for name in classes if name not in known]:
+        raise DataError(f"{trained.run.directory} was trained on {listed(known)}, and the data have {listed(unknown)}")
+    numbers = np.array([known.index(name) for name in classes])
+    return dataclasses.replace(split, labels=numbers[split.labels])
 
 
 def _class_rows(record: dict[str, Any]) -> list[list[str]]:
@@ -110,17 +119,16 @@ def _class_rows(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _tabulate(names: Sequence[str], scores: Iterable[Score]) -> dict[str, Any]:
+def _tabulate(scores: Mapping[str, Score]) -> dict[str, Any]:
     """Return the scores of sets, e.g. fog_1, in tables with means: {"fog": {"1": value, ..., "mean": value}, ...}."""
-    tables: dict[str, dict[str, dict[str, list[float]]]] = {key: {} for key in TABULATED}
-    has_published_mean = len({name.rsplit("_", 1)[0] for name in names} - EXTRA) == NUM_PUBLISHED
-    for name, score in zip(names, scores, strict=True):
-        corruption, severity = name.rsplit("_", 1)
-        means = ["mean", "mean without extra"] if has_published_mean and corruption not in EXTRA else ["mean"]
-        for key, row, column in itertools.product(TABULATED, [corruption, *means], [severity, "mean"]):
-            tables[key].setdefault(row, {}).setdefault(column, []).append(getattr(score, key))
-    rows = sorted(tables["accuracy"], key=lambda row: (row.startswith("mean"), row))
-    return {"count": score.count} | {
-        key: {row: {column: float(np.mean(table[row][column])) for column in sorted(table[row])} for row in rows}
-        for key, table in tables.items()
-    }
+    corruptions, severities = (sorted({name.rsplit("_", 1)[part] for name in scores}) for part in (0, 1))
+    rows = {name: [name] for name in corruptions} | {"mean": corruptions}
+    if len(published := [name for name in corruptions if name not in EXTRA]) == NUM_PUBLISHED:
+        rows["mean without extra"] = published
+    columns = {severity: [severity] for severity in severities} | {"mean": severities}
+
+    def mean(key: str, row: str, column: str) -> float:
+        return float(np.mean([getattr(scores[f"{c}_{s}"], key) for c in rows[row] for s in columns[column]]))
+
+    tables = {key: {row: {column: mean(key, row, column) for column in columns} for row in rows} for key in TABULATED}
+    return {"count": next(iter(scores.values())).count} | tables

@@ -1,22 +1,92 @@
-"""Classes of image files, predicted by a trained model."""
+"""A trained model in memory, and the classes that it gives to images."""
 
+import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from cifar_towers import devices
-from cifar_towers.config.programs import PredictConfig
+from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_checkpoint
+from cifar_towers.config import TrainConfig
+from cifar_towers.config.programs import ComputeConfig, PredictConfig, TrainedRunConfig
 from cifar_towers.data import image_files
-from cifar_towers.errors import UsageError, printable
+from cifar_towers.data.dataset import DatasetInfo
+from cifar_towers.errors import DataError, UsageError, printable
+from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import to_json
-from cifar_towers.inference.load_run import TrainedRun, make_logits_fn, open_run
+from cifar_towers.inference.run import open_run
+from cifar_towers.towers.keras_parallel import variable_values
+from cifar_towers.training import build
 
 BATCH_SIZE = 256  # pictures that are read and classified at once
 TOP_K = 3  # classes shown for each picture
+
+
+class TrainedModel:
+    """The model of a run, rebuilt from its settings on towers, with the weights of one of its checkpoints.
+
+    Nothing in a run's directory is executed. A model of the user's own is made by the function that the user names.
+
+    Attributes:
+      run: the run.
+      config: the settings of its training.
+      metadata: what the checkpoint stores beside the weights: `step`, `dataset` and more.
+      info: classes and image size of its data.
+      weights: `raw` or `ema`.
+      precision: `float32` unless the config has a precision.
+      model: the Keras model.
+      augmentation: the preprocessing of its images.
+
+    Raises:
+      UsageError: there is no such run, checkpoint or average of weights, or the run's own model is not named.
+      DataError: the checkpoint is damaged.
+    """
+
+    def __init__(self, config: TrainedRunConfig):
+        self.run = open_run(config.train_dir)
+        checkpoint = find_checkpoint(self.run.directory, config.step)
+        settings = TrainConfig(**self.run.config)
+        if settings.user_model and not config.model:
+            raise UsageError(
+                f"{self.run.directory} has a model of your own, code that must be executed; if you trust it, give "
+                f"--model={settings.model}, or the path where it is now"
+            )
+        if config.weights == "ema" and not settings.ema_decay:
+            raise UsageError(f"{self.run.directory} has no moving average of its weights; give --weights=raw")
+        self.config = dataclasses.replace(settings, model=config.model or settings.model)
+        self.weights = "ema" if settings.ema_decay and config.weights != "raw" else "raw"
+        values, self.metadata = read_checkpoint(checkpoint)
+        self.info = DatasetInfo.from_json(self.metadata["dataset_info"])
+        self.augmentation = build.make_augmentation(self.config, self.info)
+        towers = devices.setup_towers(config)  # before anything else that uses TensorFlow
+        self.precision = "float32"
+        if isinstance(config, ComputeConfig):
+            trained_in = self.metadata["facts"]["precision"]
+            self.precision = devices.choose_precision(config.precision, towers, trained_in)
+        self.model = build.make_model(self.config, self.precision, self.info)
+        prefix = "ema" if self.weights == "ema" else "model"
+        for variable in [*self.model.trainable_variables, *self.model.non_trainable_variables]:
+            variable.assign(values[f"{prefix}.{variable.path.replace('/', '.')}"])
+        self._classify = make_classify_fn(self.model, towers, self.augmentation)
+
+    def logits(self, images: np.ndarray, tta: int = 0) -> np.ndarray:
+        """Compute the logits [n, C] of uint8 images [n, S, S, 3] at a level of test-time augmentation.
+
+        Raises:
+          DataError: a logit is not finite, so that the class would mean nothing.
+        """
+        _, logits = self._classify(images, *variable_values(self.model), tta)
+        if not np.isfinite(logits).all():
+            raise DataError(f"{self.run.directory} gives some images logits that are not finite")
+        return logits
+
+    def probabilities(self, images: np.ndarray, tta: int = 0) -> np.ndarray:
+        """Compute the probabilities [n, C] float64; see `logits`."""
+        return softmax(self.logits(images, tta))
 
 
 def predict_images(config: PredictConfig) -> None:
@@ -26,17 +96,15 @@ def predict_images(config: PredictConfig) -> None:
       UsageError: there is no such run or set of weights, or a folder has no pictures. DataError: a picture cannot be
         read.
     """
-    run = open_run(Path(config.train_dir), config.model, config.step)
-    paths = list(_list_pictures(config.pictures))
-    width = max(len(_shown(path)) for path in paths)
-    for path, probabilities in zip(paths, _predict_paths(config, run, paths), strict=True):
+    paths, trained = list(_list_pictures(config.pictures)), TrainedModel(config)
+    for path, probabilities in zip(paths, _predict_paths(trained, paths, config.tta), strict=True):
         top = np.argsort(-probabilities, kind="stable")[:TOP_K]
-        likely = {run.info.class_names[index]: round(float(probabilities[index]), 6) for index in top}
+        likely = {trained.info.class_names[index]: round(float(probabilities[index]), 6) for index in top}
         if config.json:
             print(to_json({"picture": os.fspath(path), "class": next(iter(likely)), "probabilities": likely}))
         else:
             classes = "  ".join(f"{name} {100 * value:.1f} %" for name, value in likely.items())
-            print(f"{_shown(path):{width}}  {printable(classes)}")
+            print(printable(f"{path}  {classes}"))
         sys.stdout.flush()
 
 
@@ -47,43 +115,27 @@ def predict_probabilities(config: PredictConfig, images: np.ndarray | Iterable[P
       UsageError: there is no such run, the array is no such images, or a folder has no pictures. DataError: a picture
         cannot be read.
     """
-    run = open_run(Path(config.train_dir), config.model, config.step)
+    trained = TrainedModel(config)
     if not isinstance(images, np.ndarray):
-        paths = _list_pictures([images] if isinstance(images, (str, Path)) else images)
-        return np.stack(list(_predict_paths(config, run, list(paths))))
-    size = run.info.image_size
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != (size, size, 3):
+        paths = list(_list_pictures([images] if isinstance(images, (str, Path)) else images))
+        return np.stack(list(_predict_paths(trained, paths, config.tta)))
+    size = trained.info.image_size
+    if images.dtype != np.uint8 or images.shape[1:] != (size, size, 3):
         raise UsageError(f"images are {images.shape} {images.dtype}; give uint8 [n, {size}, {size}, 3], or paths")
-    return _make_probabilities_fn(config, run)(images)
+    return trained.probabilities(images, config.tta)
 
 
-def _predict_paths(config: PredictConfig, run: TrainedRun, paths: Sequence[Path]) -> Iterator[np.ndarray]:
-    """Yield the probabilities [C] of each picture."""
-    classify = _make_probabilities_fn(config, run)
+def _predict_paths(trained: TrainedModel, paths: list[Path], tta: int) -> Iterator[np.ndarray]:
+    """Yield the probabilities [C] of each picture, read as in training."""
     for start in range(0, len(paths), BATCH_SIZE):
-        images = image_files.read_all(paths[start : start + BATCH_SIZE], run.info.image_size)  # as in training
-        yield from classify(images)
-
-
-def _make_probabilities_fn(config: PredictConfig, run: TrainedRun) -> Callable[[np.ndarray], np.ndarray]:
-    """Return the function: uint8 images [n, S, S, 3] -> probabilities [n, C]."""
-    towers = devices.setup_towers(config)
-    precision = devices.choose_precision(config.precision, towers, run.metadata["facts"]["precision"])
-    logits_of = make_logits_fn(run, run.load(run.choose_weights(config.weights), precision), towers)
-    return lambda images: softmax(logits_of(images, config.tta))
+        images = image_files.read_all(paths[start : start + BATCH_SIZE], trained.info.image_size)
+        yield from trained.probabilities(images, tta)
 
 
 def _list_pictures(paths: Iterable[Path | str]) -> Iterator[Path]:
     """Yield the files, and the pictures in the folders except hidden ones and those in subfolders."""
     for path in map(Path, paths):
-        if not path.is_dir():
-            yield path
-            continue
-        pictures = sorted(file for file in path.iterdir() if image_files.is_picture(file))
+        pictures = sorted(filter(image_files.is_picture, path.iterdir())) if path.is_dir() else [path]
         if not pictures:
-            raise UsageError(f"{_shown(path)} contains no pictures ({', '.join(image_files.SUFFIXES)})")
+            raise UsageError(f"{path} contains no pictures ({', '.join(image_files.SUFFIXES)})")
         yield from pictures
-
-
-def _shown(path: Path) -> str:
-    return printable(os.fspath(path))

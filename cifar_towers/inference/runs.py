@@ -1,76 +1,90 @@
-"""The runs below a directory: what they train, how far they are, and what they reached.
+"""The runs below a directory: what they train, how far they are, what they reached, and which are repetitions.
 
 No function here needs TensorFlow.
 """
 
-import fnmatch
-import itertools
-import logging
-from collections.abc import Sequence
+import json
+import math
+import os
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cifar_towers import files
-from cifar_towers.errors import DataError, UsageError, printable
+from cifar_towers.errors import UsageError, printable
 from cifar_towers.evaluation.score import reported_score, score_name
-from cifar_towers.reporting.run_records import RunRecord, align_columns, format_number, format_rate, read_run
+from cifar_towers.inference.run import DONE, Run
+from cifar_towers.reporting.records import align_columns, format_number, format_rate
 
-log = logging.getLogger(__name__)
-
-RUNNING, DONE, STOPPED = "running", "done", "stopped"
+MAX_NAME = 44  # characters of a group's name
 NOTE = """accuracy: averaged weights if a run keeps an average, otherwise raw ones; TTA: the highest level scored
 min: of all its processes, with start, compilation and evaluation
 val: on the validation images, not on the test images"""
 
 
-def find_runs(root: Path, *patterns: str) -> list[RunRecord]:
-    """Read the runs in and below `root`, sorted by directory. A damaged run is left out, and a line says so.
+def find_runs(root: Path, *patterns: str) -> list[Run]:
+    """Return the runs in and below `root`, sorted by directory.
 
     Args:
-      patterns: patterns of the shell, for a run's path below `root`, its name, or its whole path; default: all runs.
+      patterns: patterns of the shell for the last parts of a run's path, e.g. `speed94*`; default: all runs.
 
     Raises:
       UsageError: there is no such directory.
     """
     if not root.is_dir():
-        raise UsageError(f"there is no directory {root}; give --runs_dir=..., or train first")
-    found = []
-    for directory in sorted(path.parent for path in root.rglob(files.CONFIG)):
-        names = (str(directory.relative_to(root)), directory.name, str(directory))
-        if any(fnmatch.fnmatch(name, pattern) for name in names for pattern in patterns or ("*",)):
-            try:
-                found.append(read_run(directory, str(directory.relative_to(root))))
-            except (UsageError, DataError) as error:
-                log.warning(f"{printable(str(directory))} is left out: {error}")
-    return [run for run in found if "train_dir" in run.config]
+        raise UsageError(f"there is no directory {root}; give one that holds runs, or train first")
+    directories = sorted(path.parent for path in root.rglob(files.CONFIG))
+    runs = [Run(directory, str(directory.relative_to(root))) for directory in directories]
+    found = [run for run in runs if any(map(run.directory.match, patterns or ["*"]))]
+    return [run for run in found if "train_dir" in run.config]  # other programs may have a config.json too
 
 
-def describe(run: RunRecord) -> dict[str, Any]:
+def read_runs(directories: Sequence[Path]) -> list[Run]:
+    """Return the runs in and below these directories, each once, named by their paths below a common directory.
+
+    Raises:
+      UsageError: there is no such directory, or it holds no run.
+    """
+    paths: list[Path] = []
+    for directory in directories:
+        found = find_runs(directory)
+        if not found:
+            raise UsageError(f"{directory} holds no run; give directories of runs, e.g. runs/speed94-seed0")
+        paths += [run.directory.resolve() for run in found]
+    common = os.path.commonpath([path.parent for path in paths])
+    return [Run(path, str(path.relative_to(common))) for path in dict.fromkeys(paths)]
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+
+def describe(run: Run) -> dict[str, Any]:
     """Return a run's values by the names of `config.programs.RUN_FIELDS`. Accuracies are fractions."""
+    config, environment, result, scores = run.config, run.environment, run.result or {}, run.scores
     reported = run.reported_score or {}
-    plain = run.scores.get(score_name({**reported, "tta": 0}), {}) if reported else {}
-    rates = [rate for record in run.training if (rate := record.get("images_per_sec"))]
-    seconds = [number for phase, number in run.result.get("seconds", {}).items() if phase != "not_running"]
-    is_running = files.is_locked(run.directory / files.LOCK)
+    plain = scores.get(score_name({**reported, "tta": 0}), {}) if reported else {}
+    rates = [rate for record in run.history if (rate := record.get("images_per_sec"))]
     return {
         "run": str(run.directory),
         "recipe": run.title,
-        "data": run.result.get("dataset") or run.config.get("dataset"),
-        "seed": run.config.get("seed"),
-        "towers": len(run.towers) or None,
-        "state": RUNNING if is_running else DONE if run.finished else STOPPED,
+        "data": result.get("dataset") or config.get("dataset"),
+        "seed": config.get("seed"),
+        "towers": len(environment.get("towers", [])) or None,
+        "state": run.state,
         "step": run.step,
         "split": reported.get("split"),
         "weights": reported.get("weights"),
         "accuracy": plain.get("accuracy"),
         "tta_accuracy": reported["accuracy"] if reported.get("tta") else None,
-        "images_per_sec": run.result.get("images_per_sec") or (rates[-1] if rates else None),
-        "minutes": sum(seconds) / 60 if run.finished else None,
-        "revision": run.environment.get("git_revision"),
+        "images_per_sec": result.get("images_per_sec") or (rates[-1] if rates else None),
+        "minutes": sum(result["seconds"].values()) / 60 if result else None,
+        "revision": environment.get("git_revision"),
     }
 
 
-def sort_runs(runs: Sequence[RunRecord], key: str) -> list[RunRecord]:
+def sort_runs(runs: Sequence[Run], key: str) -> list[Run]:
     """Sort by a field, ascending, with the runs that lack it first. Without a key the order stays."""
     if not key:
         return [*runs]
@@ -78,7 +92,7 @@ def sort_runs(runs: Sequence[RunRecord], key: str) -> list[RunRecord]:
     return [run for *_, run in sorted(rows, key=lambda row: row[:2] if row[0] else row[:1])]
 
 
-def best_run(runs: Sequence[RunRecord], recipe: str) -> RunRecord:
+def best_run(runs: Sequence[Run], recipe: str) -> Run:
     """Return the finished run of a recipe with the highest accuracy: on validation images if every run has it.
 
     Otherwise the runs are ranked by test accuracy. They are compared with TTA if every run was scored with it.
@@ -86,48 +100,172 @@ def best_run(runs: Sequence[RunRecord], recipe: str) -> RunRecord:
     Raises:
       UsageError: no run of the recipe is finished, or the finished ones were scored on different images.
     """
-    done = [run for run in runs if run.title == recipe and describe(run)["state"] == DONE and run.scores]
+    done = [run for run in runs if run.title == recipe and run.state == DONE and run.scores]
     if not done:
         raise UsageError(f"no run of {recipe} is finished")
     digests = {str(run.environment.get("data_sha256", {}).get("test")) for run in done}
-    if len(digests) > 1:
+    kind = shared_score(done, ("validation", "test"))
+    if len(digests) > 1 or not kind:
         raise UsageError(f"finished runs of {recipe} have different test images; give a pattern of names too")
-    for split, with_tta in itertools.product(("validation", "test"), (True, False)):
-        accuracies = [_accuracy(run, split, with_tta) for run in done]
-        if None not in accuracies:
-            break
-    return max(zip(accuracies, done, strict=True), key=lambda pair: pair[0] or 0)[1]
+    return max(done, key=lambda run: run.scores[kind]["accuracy"])
 
 
-def _accuracy(run: RunRecord, split: str, with_tta: bool) -> float | None:
-    """Return the accuracy on a split, with or without TTA, of the weights that a run reports; None without one."""
-    scores = [score for score in run.scores.values() if score["split"] == split and bool(score["tta"]) == with_tta]
-    return (reported_score(scores) or {}).get("accuracy")
+def shared_score(runs: Sequence[Run], splits: Sequence[str] = ("test", "validation")) -> str:
+    """Return the name of a score that all runs have, or an empty string.
+
+    The score is that of the first of `splits` that all have, of averaged weights if possible, with the most TTA.
+    """
+    names = set.intersection(*({*run.scores} for run in runs))
+    shared = [score for name, score in runs[0].scores.items() if name in names]
+    of_splits = (reported_score([score for score in shared if score["split"] == split]) for split in splits)
+    return next((score_name(score) for score in of_splits if score), "")
 
 
-def format_json(runs: Sequence[RunRecord]) -> str:
+def format_json(runs: Sequence[Run]) -> str:
     """Return one JSON object per line, for other programs."""
     return "\n".join(files.to_json(describe(run)) for run in runs)
 
 
-def format_table(runs: Sequence[RunRecord]) -> str:
+def format_table(runs: Sequence[Run]) -> str:
     """Return a table with a line per run, and a note about its columns."""
     rows = [_cells(run) for run in runs]
     table = align_columns([list(rows[0]), *(list(row.values()) for row in rows)], left=(0, 1, 2, 4, 9))
     return f"{table}\n\n{NOTE}"
 
 
-def _cells(run: RunRecord) -> dict[str, str]:
+def _cells(run: Run) -> dict[str, str]:
     values = describe(run)
     return {
         "run": printable(run.name),
         "recipe": printable(values["recipe"]),
         "data": printable(str(values["data"])),
         "towers": format_number(values["towers"], "d"),
-        "state": values["state"] if run.finished else f"{values['state']} at {run.step:,}",
+        "state": values["state"] + f" at {values['step']:,}" * (values["minutes"] is None),
         "accuracy": format_number(values["accuracy"], ".2f", 100) + " val" * (values["split"] == "validation"),
         "TTA": format_number(values["tta_accuracy"], ".2f", 100),
         "images/s": format_rate(values["images_per_sec"]),
         "min": format_number(values["minutes"], ",.1f"),
         "revision": (values["revision"] or "-")[:9],
     }
+
+
+# Groups of runs, and their differences --------------------------------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """Runs that differ only in the seed, one of each seed."""
+
+    name: str
+    runs: list[Run]
+    left_out: list[str]  # names of more runs with the same seeds
+
+    @property
+    def finished(self) -> list[Run]:
+        return [run for run in self.runs if run.finished and run.scores]
+
+    def describe_seeds(self) -> str:
+        """Return the group's seeds, as `seeds 0, 1`, with the runs that are left out."""
+        seeds = ", ".join(str(run.config.get("seed")) for run in self.runs)
+        repeated = f" without {', '.join(self.left_out)}, whose seed counts once" if self.left_out else ""
+        return f"seed{'s' * (len(self.runs) > 1)} {seeds}{repeated}"
+
+
+def group_by_recipe(runs: Sequence[Run]) -> list[Group]:
+    """Group runs that differ only in the seed. Of several runs with one seed the first finished one counts.
+
+    A group is named after its recipe and up to two settings that distinguish it from other groups of this recipe.
+    """
+    by_recipe: dict[str, list[Run]] = {}
+    for run in runs:
+        by_recipe.setdefault(json.dumps(run.recipe, sort_keys=True), []).append(run)
+    groups: list[Group] = []
+    for members in by_recipe.values():
+        recipe, title = members[0].recipe, members[0].title
+        others = [other[0].recipe for other in by_recipe.values() if other[0].title == title]
+        differing = [key for key in recipe if any(other.get(key) != recipe[key] for other in others)]
+        name = ", ".join([title, *(f"{key}={recipe[key]}" for key in differing[:2])])[:MAX_NAME]
+        namesakes = sum(group.name.partition(" #")[0] == name for group in groups)
+        by_seed: dict[Any, Run] = {}
+        for run in sorted(members, key=lambda run: not run.finished):
+            by_seed.setdefault(run.config.get("seed"), run)
+        counted = [run for run in members if run in by_seed.values()]
+        left_out = [run.name for run in members if run not in counted]
+        groups.append(Group(f"{name} #{namesakes + 1}" if namesakes else name, counted, left_out))
+    return groups
+
+
+def compare_groups(groups: Sequence[Group]) -> list[str]:
+    """Return a line for every two groups with two finished runs each: the difference of their mean accuracies.
+
+    For example `lr1.5 - lr0.3: +4.40 points (95 % +1.51 to +7.29), n=2 and 2; test/ema`. The line names the kind of
+    score. Groups of other lengths or on other data are not subtracted; the line says so.
+    """
+    lines = []
+    for one, other in combinations([group for group in groups if len(group.finished) > 1], 2):
+        runs = [*one.finished, *other.finished]
+        kind, title = shared_score(runs, ("test",)), f"{one.name} - {other.name}"
+        if not kind or len({(run.step, str(run.environment.get("data_sha256"))) for run in runs}) > 1:
+            lines.append(f"{title}: not subtracted, as their numbers of steps or their data differ")
+        else:
+            means = [Sample.of([run.scores[kind]["accuracy"] for run in g.finished]) for g in (one, other)]
+            repeated = [f"{group.name} is {group.describe_seeds()}" for group in (one, other) if group.left_out]
+            lines.append("; ".join([f"{title}: {describe_difference(*means)}", kind, *repeated]))
+    return lines
+
+
+# 97.5 % quantiles of Student's t distribution with 1, 2, ... 30 degrees of freedom
+STUDENT_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+class Sample(NamedTuple):
+    """Mean, standard deviation and number of values."""
+
+    mean: float
+    std: float  # of the sample (n - 1); 0 for a single value
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Sample":
+        """Compute the statistics of a non-empty list."""
+        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, len(values))
+
+    def describe_percent(self) -> str:
+        """Return mean, standard deviation and n of fractions as percent.
+
+        >>> Sample(0.9411, 0.0015, 5).describe_percent(), Sample(0.9411, 0.0, 1).describe_percent()
+        ('94.11 ± 0.15 % (n=5)', '94.11 % (n=1)')
+        """
+        spread = f" ± {100 * self.std:.2f}" if self.n > 1 else ""
+        return f"{100 * self.mean:.2f}{spread} % (n={self.n})"
+
+
+def describe_difference(one: Sample, other: Sample) -> str:
+    """Return the mean of `one` less that of `other`, of fractions, in percentage points with its 95 % interval.
+
+    The interval is Student's, with the pooled variance of two samples of two or more values each.
+
+    >>> describe_difference(Sample(0.944, 0.0005, 2), Sample(0.9, 0.0095, 2))
+    '+4.40 points (95 % +1.51 to +7.29), n=2 and 2'
+    """
+    degrees = one.n + other.n - 2
+    variance = ((one.n - 1) * one.std**2 + (other.n - 1) * other.std**2) / degrees
+    half = STUDENT_T[min(degrees, len(STUDENT_T)) - 1] * math.sqrt(variance * (1 / one.n + 1 / other.n))
+    mean = one.mean - other.mean
+    interval = f"95 % {100 * (mean - half):+.2f} to {100 * (mean + half):+.2f}"
+    return f"{100 * mean:+.2f} points ({interval}), n={one.n} and {other.n}"
+
+
+def flatten(values: Mapping[str, Any], leave_out: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested objects by their path.
+
+    >>> flatten({"a": {"b": 1}, "c": "x"})
+    {'a.b': 1, 'c': 'x'}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in leave_out:
+            flat |= flatten(value, leave_out, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

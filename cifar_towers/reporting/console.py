@@ -1,8 +1,8 @@
 """Progress in the terminal: a live line for a person, one plain line per epoch for a pipe or a notebook."""
 
 import contextlib
+import datetime
 import sys
-from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from rich import progress
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Column
 
 from cifar_towers.config.schedules import RunLength
-from cifar_towers.reporting.run_records import format_rate
+from cifar_towers.reporting.records import format_rate
 
 
 class ProgressStatus(NamedTuple):
@@ -83,45 +83,14 @@ class Progress:
             self._live = None
 
     def _describe(self, status: ProgressStatus) -> str:
-        """Return the values of a line; an unknown one is as wide as a known one, and blank."""
+        """Return the values of a line; an unknown one is `-`."""
         epoch, epochs = (f"{step / self._length.steps_per_epoch:.2f}" for step in (status.step, self._length.last))
-        speed = f"{format_rate(status.images_per_sec):>6} images/s" if status.images_per_sec else " " * 15
-        left = f"{format_estimate(status.seconds_left):>7} left" if status.seconds_left else " " * 12
-        values = f"loss {status.loss:.4f}  accuracy {100 * status.accuracy:5.2f} %  {speed}  {left}"
-        return f"epoch {epoch:>{len(epochs)}}/{epochs}  {values}".rstrip()
-
-
-@contextlib.contextmanager
-def progress_bar(name: str) -> Iterator[Callable[[float], None]]:
-    """Show a bar on standard error, if that is a terminal, and remove it at the end.
-
-    Yields:
-      The function that sets the fraction of the work that is done.
-    """
-    console = Console(stderr=True)
-    options = {"console": console, "transient": True, "disable": not console.is_terminal, "redirect_stdout": False}
-    with progress.Progress(**options) as bar:
-        task = bar.add_task(name, total=1.0)
-        yield lambda done: bar.update(task, completed=done)
+        left = format_seconds(status.seconds_left) if status.seconds_left else "-"
+        values = f"loss {status.loss:.4f}  accuracy {100 * status.accuracy:5.2f} %"
+        speed = f"{format_rate(status.images_per_sec):>6} images/s  {left:>8} left"
+        return f"epoch {epoch:>{len(epochs)}}/{epochs}  {values}  {speed}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration as a clock shows it.
-
-    >>> format_seconds(3725), format_seconds(65.4)
-    ('1:02:05', '1:05')
-    """
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-
-
-def format_estimate(seconds: float) -> str:
-    """Return an estimated duration: a long one in whole minutes, and one of hours in tenths of an hour.
-
-    >>> format_estimate(65.4), format_estimate(2047), format_estimate(7264)
-    ('1:05', '34 min', '2.0 h')
-    """
-    if seconds < 600:
-        return format_seconds(seconds)
-    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+    """Return a duration as a clock shows it, e.g. `0:01:05`."""
+    return str(datetime.timedelta(seconds=round(seconds)))

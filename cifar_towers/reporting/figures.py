@@ -7,7 +7,6 @@ would.
 import io
 import math
 import textwrap
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -25,7 +24,7 @@ MARGIN_INCHES, MARGIN_PIXELS = 0.15, 18
 BACKGROUND, NO_EXAMPLES = "white", "#d0d0d0"
 MAX_CLASSES = 200  # of a confusion matrix: a cell takes 15 pixels at least
 MAX_CLASSES_WITH_COUNTS, MAX_CLASSES_WITH_SHARES = 12, 28  # what is written into the cells of a confusion matrix
-ERROR_POWER = 0.4  # of a share of errors before it is colored: 1 % is visible beside 50 %
+SHARE_POWER = 0.4  # of a share before it is colored: 1 % is visible beside 50 %
 LINE_STYLES = (  # distinct in color and in dashes, for color-blind readers and for print
     ("#0072b2", "-"),
     ("#d55e00", (0, (6, 2))),
@@ -41,53 +40,38 @@ LINE_STYLES = (  # distinct in color and in dashes, for color-blind readers and 
 def confusion_matrix(counts: np.ndarray, class_names: Sequence[str], title: str) -> np.ndarray:
     """Draw counts [C, C], a row for each true class and a column for each predicted class.
 
-    The picture has shares of the row, recall and precision. Rows without examples are gray.
+    A cell has its percentage of the row and, with few classes, its count. Rows without examples are gray.
     """
     classes, correct = len(class_names), np.diag(counts)
     with np.errstate(invalid="ignore"):
         shares = counts / counts.sum(1, keepdims=True)
         recall, precision, accuracy = correct / counts.sum(1), correct / counts.sum(0), correct.sum() / counts.sum()
-
     cell = min(1.2, max(0.125, 6.4 / classes))  # inches
-    size, upright = min(10, max(6, 36 * cell)), 0 if classes <= MAX_CLASSES_WITH_COUNTS else 90
+    size = min(10, max(6, 36 * cell))
     figure, axes = _new_axes(classes * cell, classes * cell, f"{title}\naccuracy {_percent(accuracy)} %")
     axes.set_facecolor(NO_EXAMPLES)
-    diagonal = np.eye(classes, dtype=bool)
-    correct_cells = axes.imshow(np.where(diagonal, shares, np.nan), "Blues", vmin=0, vmax=1)
-    error_cells = axes.imshow(np.where(diagonal, np.nan, shares), "Oranges", norm=PowerNorm(ERROR_POWER, 0, 1))
+    image = axes.imshow(shares, "Blues", norm=PowerNorm(SHARE_POWER, 0, 1))
+    columns, rows = (
+        [f"{name}  {_percent(share)}" for name, share in zip(class_names, of_classes, strict=True)]
+        for of_classes in (precision, recall)
+    )
+    axes.set_xticks(range(classes), columns, size=size, rotation=45, ha="right", rotation_mode="anchor")
+    axes.set_yticks(range(classes), rows, size=size)
+    axes.set(xlabel="predicted class, precision in %", ylabel="true class, recall in %")
+    scale = figure.colorbar(image, axes.inset_axes((1.03, 0, 0.02, 1)), label="% of class")
+    scale.set_ticks([0, 0.01, 0.05, 0.2, 0.5, 1], labels=["0", "1", "5", "20", "50", "100"])
     if classes <= MAX_CLASSES_WITH_SHARES:
-        colors = np.where(diagonal[..., None], correct_cells.to_rgba(shares), error_cells.to_rgba(shares))[..., :3]
-        _write_cells(axes, counts, shares, colors, min(10, 26.6 * cell))
-
-    above, below, beside = axes.secondary_xaxis("top"), axes.secondary_xaxis("bottom"), axes.secondary_yaxis("right")
-    places = np.arange(classes)
-    above.set_xticks(places, class_names, size=size, rotation=45, ha="left", rotation_mode="anchor")
-    axes.set_yticks(places, class_names, size=size)
-    below.set_xticks(places, map(_percent, precision), size=size, rotation=upright)
-    beside.set_yticks(places, map(_percent, recall), size=size)
-    axes.set_xticks([])
-    above.set_xlabel("predicted class")
-    axes.set_ylabel("true class")
-    below.set_xlabel("precision")
-    beside.set_ylabel("recall")
-    axes.hlines(places[1:] - 0.5, -0.5, classes - 0.5, BACKGROUND, linewidth=2 * cell)
-    axes.vlines(places[1:] - 0.5, -0.5, classes - 0.5, BACKGROUND, linewidth=2 * cell)
-    for part in (axes, above, below, beside):
-        part.tick_params(length=0)
-        part.spines[:].set_visible(False)
-
-    for image, bottom, label, percents in (
-        (correct_cells, 0.55, "correct, % of class", (0, 25, 50, 75, 100)),
-        (error_cells, 0, "errors, % of class", (0, 1, 5, 20, 50, 100)),
-    ):
-        scale = axes.inset_axes((1 + 0.9 / (classes * cell), bottom, 0.13 / (classes * cell), 0.45))
-        bar = figure.colorbar(image, scale, label=label)
-        bar.set_ticks([percent / 100 for percent in percents], labels=list(map(str, percents)))
+        for row, column in np.argwhere(counts > 0):
+            text = _percent(shares[row, column])
+            text += f"\n{counts[row, column]:,.0f}" * (classes <= MAX_CLASSES_WITH_COUNTS)
+            color = _text_color(np.array(image.to_rgba(shares[row, column])[:3]))
+            style = {"color": color, "size": min(10, 26.6 * cell), "gid": "cell"}
+            axes.text(column, row, text, style, ha="center", va="center", in_layout=False)
     return _rasterize(figure)
 
 
-def line_plot(curves: Mapping[str, tuple], title: str, x_label: str, y_label: str) -> np.ndarray:
-    """Draw up to eight curves {name: (x, y) or (x, y, low, high)}; the legend has the order of their last values."""
+def line_plot(curves: Mapping[str, tuple], title: str) -> np.ndarray:
+    """Draw up to eight curves {name: (epochs, y) or (epochs, y, low, high)}, the highest last value first."""
     figure, axes = _new_axes(6.4, 3.6, title)
     lines = {}
     for (name, (x, y, *band)), (color, dashes) in zip(curves.items(), LINE_STYLES, strict=False):
@@ -97,10 +81,8 @@ def line_plot(curves: Mapping[str, tuple], title: str, x_label: str, y_label: st
     names = sorted(curves, key=lambda name: -np.nansum(curves[name][1][-1:]))
     axes.legend([lines[name] for name in names], names, loc="upper left", bbox_to_anchor=(1, 1), handlelength=3.6)
     axes.grid(alpha=0.4)
-    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.set_xlabel("epoch")
     axes.ticklabel_format(useOffset=False, style="plain")
-    integers = all((np.asarray(x) % 1 == 0).all() for x, *_ in curves.values())
-    axes.locator_params("x", integer=integers)  # no ticks at half epochs
     return _rasterize(figure)
 
 
@@ -150,23 +132,11 @@ def _new_axes(width: float, height: float, title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _write_cells(axes: Axes, counts: np.ndarray, shares: np.ndarray, colors: np.ndarray, size: float) -> None:
-    """Write the share, and with few classes the count, into every cell that is not empty."""
-    for row, column in np.argwhere(counts > 0):
-        text = _percent(shares[row, column])
-        if len(counts) <= MAX_CLASSES_WITH_COUNTS:
-            text += f"\n{counts[row, column]:,.0f}"
-        color = _text_color(colors[row, column])
-        axes.text(column, row, text, color=color, size=size, ha="center", va="center", gid="cell", in_layout=False)
-
-
 def _rasterize(figure: Figure) -> np.ndarray:
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # a name may hold dollars
     buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # one for each character of a name that the font lacks
-        figure.savefig(buffer, dpi=DPI, facecolor=BACKGROUND, bbox_inches="tight", pad_inches=MARGIN_INCHES)
+    figure.savefig(buffer, dpi=DPI, facecolor=BACKGROUND, bbox_inches="tight", pad_inches=MARGIN_INCHES)
     return np.array(Image.open(buffer).convert("RGB"))
 
 

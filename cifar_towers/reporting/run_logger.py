@@ -34,7 +34,7 @@ from cifar_towers.registry import split_path
 from cifar_towers.reporting import figures
 from cifar_towers.reporting.console import Progress, ProgressStatus, format_seconds
 from cifar_towers.reporting.phase_timer import PhaseTimer, training_seconds
-from cifar_towers.reporting.run_records import JsonlWriter, format_rate
+from cifar_towers.reporting.records import JsonlWriter, format_rate
 from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWriter
 from cifar_towers.towers import Tower, placement_report
 from cifar_towers.towers.placement import short_device

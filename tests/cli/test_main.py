@@ -74,7 +74,7 @@ def test_help_imports_nothing_slow(flags):
         ("train", ["--model=nowhere.py:make"], 2, f"there is no file {Path.cwd()}/nowhere.py"),
         ("train", ["--model=no_such_package.nets:make"], 2, "there is no module no_such_package.nets"),
         ("evaluate", ["--train_dir=runs/one", "--model=nowhere.py:make"], 2, f"there is no file {Path.cwd()}/nowhere"),
-        pytest.param("compare-runs", ["docs", "docs"], 2, "docs has no config.json; give two runs'", marks=SLOW),
+        pytest.param("compare-runs", ["docs", "docs"], 2, "docs is not the directory of a run: it has", marks=SLOW),
     ],
 )
 def test_error_is_one_line_and_an_exit_code(tmp_path, program, arguments, code, message):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from cifar_towers import files
 from cifar_towers.checkpointing import checkpoint
-from cifar_towers.reporting.run_records import read_records
+from cifar_towers.reporting.records import read_records
 from tests.faults import harness, hooks, subjects
 from tests.faults.harness import Child, Experiment, Trial, check
 from tests.faults.subjects import BACKUP, MANAGER, OURS

@@ -78,7 +78,7 @@ def test_exports_run_without_this_package(runs, tmp_path, capsys, name):
 
 
 def test_formats_have_one_list():
-    assert tuple(export.FILES) == tuple(export.READERS) == EXPORT_FORMATS
+    assert tuple(export.FORMATS) == EXPORT_FORMATS
 
 
 def test_an_export_that_disagrees_or_fails_leaves_nothing(runs, tmp_path, monkeypatch):
@@ -88,8 +88,8 @@ def test_an_export_that_disagrees_or_fails_leaves_nothing(runs, tmp_path, monkey
     def full_disk(*_):
         raise OSError(28, "No space left on device")
 
-    out = tmp_path / "net"
-    for name, replacement, error in (("READERS", {"onnx": uniform}, RunError), ("write_model", full_disk, OSError)):
+    out, formats = tmp_path / "net", {"onnx": ("model.onnx", uniform)}
+    for name, replacement, error in (("FORMATS", formats, RunError), ("write_model", full_disk, OSError)):
         with monkeypatch.context() as patch, pytest.raises(error, match="more than the 1e-04|No space"):
             patch.setattr(export, name, replacement)
             export_with(runs["cifarnet"], format="onnx", out=str(out))

@@ -13,13 +13,14 @@ from PIL import Image
 from cifar_towers import devices
 from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.programs import EvaluateConfig, PredictConfig
+from cifar_towers.config.programs import EvaluateConfig, PredictConfig, TrainedRunConfig
 from cifar_towers.data import synthetic
 from cifar_towers.data.dataset import split_validation
 from cifar_towers.errors import DataError, UsageError
-from cifar_towers.inference import load_run, predict
+from cifar_towers.inference import predict
 from cifar_towers.inference.evaluate import evaluate_checkpoint
-from cifar_towers.inference.predict import predict_images
+from cifar_towers.inference.predict import TrainedModel, predict_images
+from cifar_towers.inference.run import Run
 from tests.own_data import write_arrays, write_folder
 from tests.runs.short_runs import run as train
 from tests.runs.short_runs import small_runs
@@ -64,9 +65,9 @@ def own_record(run):
 @cache
 def expected_probabilities(run):
     """Compute the probabilities of the test images with averaged weights, on no towers."""
-    opened = load_run.open_run(run)
-    images = opened.augmentation.evaluate(tf.constant(SMALL[1].images))
-    return tf.nn.softmax(opened.load("ema", "float32")(images, training=False)).numpy()
+    trained = TrainedModel(TrainedRunConfig(train_dir=str(run)))
+    images = trained.augmentation.evaluate(tf.constant(SMALL[1].images))
+    return tf.nn.softmax(trained.model(images, training=False)).numpy()
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +134,7 @@ def test_pictures_that_cannot_be_read_are_named(run, folder, tmp_path):
 
 
 def test_logits_that_are_not_finite_have_no_class_and_no_score(run, monkeypatch):
-    make = load_run.make_classify_fn
+    make = predict.make_classify_fn
 
     def make_overflowing(*args, **settings):
         classify = make(*args, **settings)
@@ -141,7 +142,7 @@ def test_logits_that_are_not_finite_have_no_class_and_no_score(run, monkeypatch)
             np.where(np.arange(len(each))[:, None] == 1, np.inf, each) for each in classify(*inputs)
         ]
 
-    monkeypatch.setattr(load_run, "make_classify_fn", make_overflowing)
+    monkeypatch.setattr(predict, "make_classify_fn", make_overflowing)
     for use in (evaluate_as_json, partial(predicted_probabilities, images=SMALL[1].images[:3])):
         with pytest.raises(DataError, match=f"{run} gives some images logits that are not finite"):
             use(run)
@@ -198,19 +199,20 @@ def test_precision_of_a_run_in_float32_is_float32_also_where_bfloat16_is_faster(
 
 def test_checkpoint_is_chosen_by_its_step_and_weights_by_their_name(run):
     steps = [int(path.name.removeprefix("step-").removesuffix(".npz")) for path in list_checkpoints(run)]
-    assert steps == [5, 6] and load_run.open_run(run).metadata["step"] == 6
+    assert steps == [5, 6] and own_record(run)["step"] == 6
     assert evaluate_as_json(run, step=5)["step"] == 5
     raw = evaluate_as_json(run, weights="raw")
     assert raw["weights"] == "raw" and raw["loss"] != own_record(run)["loss"]
     with pytest.raises(UsageError, match="has no checkpoint of step 999"):
-        load_run.open_run(run, step=999)
+        evaluate_as_json(run, step=999)
 
 
-def test_what_is_no_run_of_this_version_is_refused(run, tmp_path):
+def test_a_directory_without_a_run_or_its_checkpoints_or_average_is_refused(run, tmp_path):
+    with pytest.raises(UsageError, match="is not the directory of a run: it has no config.json"):
+        evaluate_as_json(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="no checkpoint in"):
-        load_run.open_run(tmp_path)
-    with pytest.raises(DataError, match=r"other was written by another version of cifar_towers \(.*no_such_setting"):
-        load_run.open_run(copy_of(run, tmp_path / "other", no_such_setting=1))
+        evaluate_as_json(tmp_path)
     without = copy_of(run, tmp_path / "without", ema_decay=0.0)
     with pytest.raises(UsageError, match="has no moving average of its weights; give --weights=raw"):
         evaluate_as_json(without, weights="ema")
@@ -227,8 +229,6 @@ def test_own_model_is_executed_only_if_the_user_names_it(run, tmp_path):
     with pytest.raises(UsageError):
         predict_with(copy, "a.png", model=evil)
     assert (tmp_path / "executed").exists()
-    with pytest.raises(UsageError, match="was trained with --model=cifarnet; leave --model out"):
-        load_run.open_run(run, "nets.py:net")
 
 
 NETS = """
@@ -265,8 +265,8 @@ def test_own_model_is_trained_resumed_and_used(own, tmp_path, folder):
     model, directory = f"{moved}:net", tmp_path / "own"
     assert evaluate_as_json(directory, model=model)["accuracy"] == result["evaluations"][-1]["accuracy"]
     predict_with(directory, folder / "0.png", model=model)
-    with pytest.raises(UsageError, match="has no model.sequential.conv2d.kernel of shape"):
-        load_run.open_run(directory, f"{moved}:sequential").load("raw", "float32")
+    with pytest.raises(KeyError, match=r"model.sequential.conv2d.kernel"):
+        evaluate_as_json(directory, model=f"{moved}:sequential")
 
 
 # Its data, and others -------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_own_folder_is_evaluated_where_it_is_now_and_not_if_it_changed(tmp_path)
     data = write_folder(tmp_path / "set", **splits)
     config = replace(CONFIG, dataset=data, batch_size=50, train_dir=str(tmp_path / "mine"))
     accuracy = train(config)["evaluations"][-1]["accuracy"]
-    assert load_run.open_run(tmp_path / "mine").info.class_names == tuple(sorted(synthetic.CLASSES))
+    assert Run(tmp_path / "mine").class_names == sorted(synthetic.CLASSES)
     assert evaluate_as_json(config.train_dir)["accuracy"] == accuracy
     (tmp_path / "set").rename(tmp_path / "moved")
     moved = evaluate_as_json(config.train_dir, dataset=f"folder:{tmp_path / 'moved'}")

@@ -42,14 +42,14 @@ def test_corruptions_of_a_data_set_are_a_table_with_means(run, monkeypatch):
     read = Mock(side_effect=lambda image_size, names: {name: sets[name] for name in names})
     source = sources.Source("cifar10_corrupted/*", read, corruptions=tuple(NAMES))
     monkeypatch.setattr(sources, "find", lambda dataset, data_dir="": source)
-    compiled = Mock(side_effect=evaluate.make_logits_fn)
-    monkeypatch.setattr(evaluate, "make_logits_fn", compiled)
+    loaded = Mock(side_effect=evaluate.TrainedModel)
+    monkeypatch.setattr(evaluate, "TrainedModel", loaded)
 
     def score(json_=True, **settings):
         return evaluate_checkpoint(EvaluateConfig(train_dir=str(run), precision="float32", json=json_, **settings))
 
     record = json.loads(score(num_images=40))
-    assert compiled.call_count == 1 and read.call_count == 10 and record["count"] == 40
+    assert loaded.call_count == 1 and read.call_count == 10 and record["count"] == 40
     logits_of = {
         name: cifar_towers.predict(run, split.images[:40], precision="float32") for name, split in sets.items()
     }
@@ -75,8 +75,8 @@ def test_published_mean_is_that_of_fifteen_corruptions_and_needs_all_of_them():
     names = [f"{name}_{severity}" for name in (*published, *evaluate.EXTRA) for severity in (1, 5)]
     scores = {name: Mock(count=10, accuracy=number, loss=0.0, ece=0.0) for number, name in enumerate(names)}
     for given in (names, names[:30]):
-        table = evaluate._tabulate(given, [scores[name] for name in given])["accuracy"]
+        table = evaluate._tabulate({name: scores[name] for name in given})["accuracy"]
         for severity, ending in (("1", "_1"), ("5", "_5"), ("mean", "")):
             means = [np.mean([scores[n].accuracy for n in some if n.endswith(ending)]) for some in (given, names[:30])]
             assert [table[row][severity] for row in ("mean", "mean without extra")] == pytest.approx(means)
-    assert "mean without extra" not in evaluate._tabulate(names[2:], [scores[name] for name in names[2:]])["accuracy"]
+    assert "mean without extra" not in evaluate._tabulate({name: scores[name] for name in names[2:]})["accuracy"]

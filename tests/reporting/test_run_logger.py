@@ -106,7 +106,7 @@ def test_result_ends_with_the_score_that_the_run_reports(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "result: test 84.00 % (ema weights, TTA 2, 50 images)"
     assert "test 100.00 % (raw weights, TTA 2, 50 images)" in lines
-    assert "step 1 after 1:40: train 75 s, evaluate 25 s" in lines
+    assert "step 1 after 0:01:40: train 75 s, evaluate 25 s" in lines
 
 
 @pytest.mark.parametrize(

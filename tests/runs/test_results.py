@@ -17,7 +17,7 @@ from cifar_towers.cli.main import train_seeds
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.errors import DivergedError, Interrupted, UsageError
 from cifar_towers.inference import evaluate
-from cifar_towers.reporting.run_records import read_run
+from cifar_towers.inference.run import Run
 from tests.messages import lines_with
 from tests.runs.short_runs import QUICK, STEPS, TINY, StopAtStep, records_of, run
 
@@ -152,10 +152,10 @@ def test_profile_is_written(tiny_run):
 
 def test_continued_run_has_no_result_before_its_end(tmp_path):
     run(TINY, tmp_path, max_steps=2)
-    assert read_run(tmp_path, "").result
+    assert Run(tmp_path).result
     with pytest.raises(Interrupted):
         run(TINY, tmp_path, StopAtStep(1), max_steps=8)
-    assert not read_run(tmp_path, "").result and not (tmp_path / "result.json").exists()
+    assert not Run(tmp_path).result and not (tmp_path / "result.json").exists()
     assert run(TINY, tmp_path, max_steps=8)["step"] == 8
 
 

@@ -10,7 +10,7 @@ from cifar_towers.reporting import figures
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 STEPS, STEPS_PER_RECORD, STEPS_PER_EPOCH = 264, 11, 33
 LAYERS = [("whiten", "Conv2D", 24, 672), ("conv_1", "Conv2D", 64, 13824), ("head", "Dense", 10, 640)]
-MISTAKES = figures.png(np.random.default_rng(0).integers(0, 256, (300, 800, 3), np.uint8))
+PICTURE = figures.png(np.random.default_rng(0).integers(0, 256, (300, 800, 3), np.uint8))
 
 
 def make_run(directory, recipe="speed94", seed=0, *, towers=2, finished=True, last_step=STEPS, ema=False, **settings):
@@ -30,7 +30,8 @@ def make_run(directory, recipe="speed94", seed=0, *, towers=2, finished=True, la
     (directory / "config.json").write_text(json.dumps(_config(directory, recipe, seed) | settings))
     (directory / "environment.json").write_text(json.dumps(_environment(recipe, seed, towers)))
     write_records(directory, records)
-    (directory / "mistakes.png").write_bytes(MISTAKES)
+    for name in ("confusion.png", "mistakes.png"):
+        (directory / name).write_bytes(PICTURE)
     if finished:
         (directory / "result.json").write_text(json.dumps(_result(last_step, seed) | {"evaluations": evaluations}))
     return directory

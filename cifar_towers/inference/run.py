@@ -1,0 +1,165 @@
+"""A run in its directory, as every program, callback and `cifar_towers.train` has it.
+
+This module imports neither NumPy nor TensorFlow. The two methods of `Run` that need them import them when called.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cifar_towers import files
+from cifar_towers.config import TrainConfig
+from cifar_towers.config.programs import PredictConfig, TrainedRunConfig
+from cifar_towers.config.train_config import make_config, names_with
+from cifar_towers.errors import UsageError
+from cifar_towers.hardware import tensorflow_imported
+from cifar_towers.reporting.records import read_records
+
+if TYPE_CHECKING:
+    import keras
+    import numpy as np
+
+RUNNING, DONE, STOPPED = "running", "done", "stopped"
+PER_RUN = names_with(TrainConfig, per_run=True)  # settings that may differ between the runs of a group
+
+
+def open_run(directory: Path | str, name: str = "") -> "Run":
+    """Return the run in a directory, called `name` in tables.
+
+    Raises:
+      UsageError: the directory holds no run.
+    """
+    run = Run(Path(directory).expanduser(), name)
+    if not (run.directory / files.CONFIG).exists():
+        raise UsageError(f"{directory} is not the directory of a run: it has no {files.CONFIG}")
+    return run
+
+
+class Run:
+    """A run in a directory, finished or not. Its files are read when they are asked for; a missing one is empty.
+
+    docs/tracking.md lists the keys and units of its records.
+
+    Attributes:
+      directory: path of the directory of the run.
+      name: the run's name in tables; default: that of its directory.
+    """
+
+    def __init__(self, directory: Path | str, name: str = ""):
+        self.directory = Path(directory).absolute()
+        self.name = name or self.directory.name
+        self._records: list[dict[str, Any]] = []
+        self._stamp: tuple[int, int] | None = None  # time and size of the file when `_records` were read
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.directory)!r})"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The settings that the run was trained with, by name."""
+        return files.read_json_if_any(self.directory / files.CONFIG)
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """The content of environment.json: command, machine, versions, towers, digests of the data."""
+        return files.read_json_if_any(self.directory / files.ENVIRONMENT)
+
+    @property
+    def class_names(self) -> list[str]:
+        """The names of the classes, in the order of probabilities."""
+        return self.environment.get("class_names", [])
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The records of training steps, in order; `pandas.DataFrame(run.history)` makes a table of them."""
+        return [record for record in self._read_records() if record["kind"] == "train"]
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The records of evaluations, in order, each with `step`, `split`, `weights`, `tta`, `accuracy` and `loss`."""
+        return [record for record in self._read_records() if record["kind"] == "eval"]
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """The content of result.json; None if the run is not finished, or was continued."""
+        result = files.read_json_if_any(self.directory / files.RESULT)
+        return result if result.get("step", -1) >= self.step else None
+
+    @property
+    def step(self) -> int:
+        """The last recorded step; 0 before the first."""
+        return max((record["step"] for record in self._read_records()), default=0)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has a result."""
+        return self.result is not None
+
+    @property
+    def state(self) -> str:
+        """`running` if a process trains the run now, otherwise `done` or `stopped`."""
+        return RUNNING if files.is_locked(self.directory / files.LOCK) else DONE if self.finished else STOPPED
+
+    @property
+    def title(self) -> str:
+        """The recipe's name, otherwise the model's."""
+        return self.config.get("recipe") or self.config.get("model") or self.name
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """What runs of one group have in common: settings except the seed, precision, number of towers, and data."""
+        settings = {name: value for name, value in self.config.items() if name not in PER_RUN}
+        environment = self.environment
+        data = {f"{split}_data": digest[:12] for split, digest in environment.get("data_sha256", {}).items()}
+        towers = len(environment.get("towers", []))
+        return settings | {"precision": environment.get("precision"), "num_gpus": towers} | data
+
+    @property
+    def scores(self) -> dict[str, dict[str, Any]]:
+        """The records of the newest evaluation by name, e.g. `test/raw_tta2`."""
+        from cifar_towers.evaluation.score import score_name
+
+        result, evaluations = self.result, self.evaluations
+        newest = [record for record in evaluations if record["step"] == evaluations[-1]["step"]]
+        return {score_name(score): score for score in (result["evaluations"] if result else newest)}
+
+    @property
+    def reported_score(self) -> Mapping[str, Any] | None:
+        """The score of the newest evaluation that the run reports; see `evaluation.score.reported_score`."""
+        from cifar_towers.evaluation.score import reported_score
+
+        return reported_score(list(self.scores.values()))
+
+    def model(self, **settings: Any) -> "keras.Model":
+        """Return the model with its preprocessing: images [B, S, S, 3] of the training's size -> probabilities [B, C].
+
+        Images are uint8 levels, probabilities float32.
+
+        Args:
+          **settings: `step` of the checkpoint (default: the newest), `weights` (`raw` or `ema`; default: the average if
+            there is one), and `model`, which a net of your own needs.
+
+        Raises:
+          RunError: there is no such checkpoint, or it is damaged.
+        """
+        config = make_config(TrainedRunConfig, {"train_dir": self.directory, **settings})
+        with tensorflow_imported():
+            from cifar_towers.inference.export import load_portable_model
+
+            return load_portable_model(config)
+
+    def predict(self, images: "np.ndarray | Iterable[Path | str] | Path | str", **settings: Any) -> "np.ndarray":
+        """Return the probabilities [n, C] of images; see `cifar_towers.predict`."""
+        config = make_config(PredictConfig, {"train_dir": self.directory, "pictures": ("images",), **settings})
+        with tensorflow_imported():
+            from cifar_towers.inference.predict import predict_probabilities
+
+            return predict_probabilities(config, images)
+
+    def _read_records(self) -> list[dict[str, Any]]:
+        """Return all records. The file is read again only if it has changed."""
+        path = self.directory / files.METRICS
+        stamp = (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
+        if stamp != self._stamp:
+            self._records, self._stamp = list(read_records(path)), stamp
+        return self._records
