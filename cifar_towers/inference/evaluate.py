@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from cifar_towers import devices, files
+from cifar_towers import files
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import DataError, UsageError, printable
 from cifar_towers.evaluation.score import Score, wilson_interval
+from cifar_towers.hardware import choose_precision
 from cifar_towers.inference.load_run import make_logits_fn, open_run
 from cifar_towers.reporting.console import progress_bar
 from cifar_towers.reporting.run_records import align_columns, format_number
+from cifar_towers.training.build import setup_towers
 
 TABULATED = ("accuracy", "loss", "ece")  # of each set of corrupted images
 EXTRA = {"gaussian_blur", "saturate", "spatter", "speckle_noise"}  # corruptions that the published mean leaves out
@@ -58,8 +60,8 @@ def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
     run = open_run(Path(config.train_dir), config.model, config.step)
     source = sources.find(config.dataset or run.metadata["dataset"], config.data_dir)
     weights = run.choose_weights(config.weights)
-    towers = devices.setup_towers(config)  # before anything else that uses TensorFlow
-    precision = devices.choose_precision(config.precision, towers, run.metadata["facts"]["precision"])
+    towers = setup_towers(config)  # before anything else that uses TensorFlow
+    precision = choose_precision(config.precision, towers[0].device, run.metadata["facts"]["precision"])
     record = {"train_dir": str(run.directory), "step": run.metadata["step"], "dataset": source.name}
     record |= {"split": config.split, "weights": weights, "tta": config.tta, "precision": precision}
     first = slice(config.num_images or None)

@@ -8,13 +8,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers import devices
 from cifar_towers.config.programs import ExportConfig, TrainedRunConfig
 from cifar_towers.data import sources
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.inference.load_run import TrainedRun, make_logits_fn, open_run
 from cifar_towers.models.stock_layers import to_stock_layers
+from cifar_towers.training.build import setup_towers
 
 MAX_DIFFERENCE = 1e-4  # of a probability; rounding explains 2e-5, as the project's convolutions are Winograd's
 BATCH_SIZE = 250  # images of the check
@@ -39,7 +39,7 @@ def export_model(config: ExportConfig) -> None:
         raise UsageError(f"{out} exists; move it away, or give another --out")
     weights = run.choose_weights(config.weights)
     source = sources.find(config.dataset or run.metadata["dataset"], config.data_dir) if config.check else None
-    towers = devices.setup_towers(config)
+    towers = setup_towers(config)
     tf.config.experimental.enable_tensor_float_32_execution(False)  # its ten bits are too few to compare with
     model = run.load(weights, "float32")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from cifar_towers import devices
 from cifar_towers.config.programs import PredictConfig
 from cifar_towers.data import image_files
 from cifar_towers.errors import UsageError, printable
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import to_json
+from cifar_towers.hardware import choose_precision
 from cifar_towers.inference.load_run import TrainedRun, make_logits_fn, open_run
+from cifar_towers.training.build import setup_towers
 
 BATCH_SIZE = 256  # pictures that are read and classified at once
 TOP_K = 3  # classes shown for each picture
@@ -67,8 +68,8 @@ def _predict_paths(config: PredictConfig, run: TrainedRun, paths: Sequence[Path]
 
 def _make_probabilities_fn(config: PredictConfig, run: TrainedRun) -> Callable[[np.ndarray], np.ndarray]:
     """Return the function: uint8 images [n, S, S, 3] -> probabilities [n, C]."""
-    towers = devices.setup_towers(config)
-    precision = devices.choose_precision(config.precision, towers, run.metadata["facts"]["precision"])
+    towers = setup_towers(config)
+    precision = choose_precision(config.precision, towers[0].device, run.metadata["facts"]["precision"])
     logits_of = make_logits_fn(run, run.load(run.choose_weights(config.weights), precision), towers)
     return lambda images: softmax(logits_of(images, config.tta))
 

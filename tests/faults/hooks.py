@@ -12,7 +12,7 @@ from cifar_towers.cli import main
 from cifar_towers.data import sources, synthetic
 from cifar_towers.reporting.console import Progress
 from cifar_towers.training import step
-from cifar_towers.training.step_runner import StepRunner
+from cifar_towers.training.step import StepRunner
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 STARTED = "writing to"
