@@ -39,19 +39,19 @@ setup: .venv/ready  ## install what the programs need into .venv; every other ta
 	@touch $@
 
 train: .venv/ready  ## train CONFIG (speed94) on NUM_GPUS towers, on CIFAR-10 or else synthetic data
-	@$(BIN)/python scripts/train.py $(RECIPE) --num_gpus=$(NUM_GPUS) $(ARGS)
+	@$(BIN)/cifar-towers train $(RECIPE) --num_gpus=$(NUM_GPUS) $(ARGS)
 
 runs: .venv/ready  ## list runs and what they reached: ARGS="'speed94*' --sort=accuracy"
-	@$(BIN)/python scripts/runs.py $(ARGS)
+	@$(BIN)/cifar-towers runs $(ARGS)
 
 evaluate: .venv/ready  ## score a checkpoint of a run: ARGS='--train_dir=runs/speed94-seed0 --tta=2'
-	@$(BIN)/python scripts/evaluate.py $(ARGS)
+	@$(BIN)/cifar-towers evaluate $(ARGS)
 
 predict: .venv/ready  ## classify images: ARGS='--train_dir=runs/speed94-seed0 picture.jpg folder/'
-	@$(BIN)/python scripts/predict.py $(ARGS)
+	@$(BIN)/cifar-towers predict $(ARGS)
 
 export: .venv/$(if $(filter %onnx %litert,$(ARGS)),export-)ready  ## write a model for use elsewhere: ARGS='--train_dir=runs/... --format=onnx'
-	@$(BIN)/python scripts/export.py $(ARGS)
+	@$(BIN)/cifar-towers export $(ARGS)
 
 tensorboard: .venv/ready  ## open runs/ at http://localhost:6006
 	@$(BIN)/tensorboard --logdir runs --samples_per_plugin=images=50 $(ARGS)
@@ -59,7 +59,7 @@ tensorboard: .venv/ready  ## open runs/ at http://localhost:6006
 ##@ Measure
 
 bench: .venv/ready  ## compare placements, strategies and numbers of towers for CONFIG, in 20 minutes
-	@$(BIN)/python scripts/benchmark.py $(RECIPE) $(ARGS)
+	@$(BIN)/cifar-towers benchmark $(RECIPE) $(ARGS)
 
 ##@ Develop
 

@@ -1,31 +1,38 @@
-"""Train, evaluate and use runs from Python, with the settings of the programs. Importing this module is quick.
+"""Train, evaluate and use runs from Python; the programs call these functions. Importing this module is quick.
 
-Settings are checked as on the command line. What cannot be done raises a `cifar_towers.errors.RunError`, whose text is
-the line that the programs print, with settings as `batch_size=256` in place of flags.
+Settings are those of the programs, by name. What cannot be done raises a `cifar_towers.errors.RunError`, whose text is
+the line that the programs print.
 """
 
 import contextlib
+import dataclasses
 import logging
 import signal
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cifar_towers.cli.program import tensorflow_imported
-from cifar_towers.cli.run import Run, parse_settings
+from cifar_towers.cli.run import Run
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.programs import EvaluateConfig, PredictConfig
-from cifar_towers.errors import FLAG_DASHES, Interrupted, UsageError, with_errors_for_python
+from cifar_towers.config.programs import EvaluateConfig, ExportConfig, PredictConfig
+from cifar_towers.config.train_config import make_config
+from cifar_towers.errors import Interrupted, UsageError
+from cifar_towers.hardware import tensorflow_imported
+from cifar_towers.multi_worker.cluster_spec import ClusterSpec
 from cifar_towers.signals import StopSignals
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from cifar_towers.data.sources import Source
 
-@with_errors_for_python
+log = logging.getLogger(__name__)
+
+
 def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **settings: Any) -> Run:
-    """Train or resume a run, as `train.py` does, and return it. A finished run is returned as it is.
+    """Train or resume a run, as `cifar-towers train` does, and return it. A finished run is returned as it is.
 
     An interrupt (Ctrl-C, or a notebook's stop button) saves the run after the current step and returns it; the same
     call, without `overwrite`, resumes. A second interrupt raises `KeyboardInterrupt` at once.
@@ -36,42 +43,79 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
       recipe: name of a recipe in `configs/`; default: `speed94`, or none if `settings` have a `model`.
       callbacks: objects with any of `on_start(run)`, `on_step(step, metrics)`, `on_evaluation(step, evaluation)` and
         `on_end(run)`; a function is an `on_step`. What a callback raises is raised here once the step is saved.
-      **settings: flags of `train.py` by name, such as `num_gpus=2`; they override those of the recipe.
+      **settings: flags of `cifar-towers train` by name, such as `num_gpus=2`; they override those of the recipe.
 
     Raises:
       RunError: a setting is wrong or only for the programs (`seeds`, `strategy="multi_worker"`), the data cannot be
         read, training diverges, or the last step is unsaved.
+      TypeError: there is no such setting.
       KeyboardInterrupt: there was no step to save yet, or it is the second interrupt.
     """
-    config = parse_settings(TrainConfig, {"recipe": recipe, **settings})
+    config = make_config(TrainConfig, {"recipe": recipe, **settings})
     if config.seeds or config.strategy == "multi_worker":
         name = "seeds" if config.seeds else "strategy=multi_worker"
-        raise UsageError(f"{name} is for the programs; call train once for each seed, and start workers by launch.py")
-    from cifar_towers.cli.main import start_training
-
-    opened: list[Run] = []
-
-    def make_handle(directory: Path) -> Run:
-        opened.append(Run(directory))
-        return opened[-1]
-
-    with _visible_log(), tensorflow_imported():
+        raise UsageError(f"{name} is for the programs; call train for each seed, and start workers by their program")
+    source, config = locate_data(config)
+    with _visible_log():
         try:
-            signals = StopSignals([signal.SIGINT])
-            start_training(config, signals, callbacks=callbacks, make_handle=make_handle)
+            train_run(config, source, StopSignals([signal.SIGINT]), callbacks=callbacks)
         except Interrupted as interrupt:
-            print(FLAG_DASHES.sub("", f"interrupted: {interrupt}"))
-    return opened[-1]
+            print(f"interrupted: {interrupt}")
+    return Run(config.directory)
 
 
-@with_errors_for_python
+def locate_data(config: TrainConfig) -> tuple["Source", TrainConfig]:
+    """Locate the data of a run. If synthetic data replace CIFAR-10, the default directory says so.
+
+    Raises:
+      DataError: there are no such data.
+    """
+    from cifar_towers.data import sources
+
+    source = sources.find(config.dataset, config.data_dir)
+    if source.banner and not config.train_dir:
+        config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
+    return source, config
+
+
+def train_run(
+    config: TrainConfig,
+    source: "Source",
+    signals: StopSignals,
+    cluster: ClusterSpec | None = None,
+    callbacks: Sequence[Any] = (),
+) -> dict[str, Any]:
+    """Train or resume a run, alone or as a worker of a cluster, or return the stored result of a finished run.
+
+    What can be refused without TensorFlow is refused before it is imported. See `trainer.train`.
+    """
+    from cifar_towers.checkpointing.run_directory import open_run
+    from cifar_towers.evaluation.score import describe_score, reported_score
+    from cifar_towers.reporting.phase_timer import PhaseTimer
+
+    timer = PhaseTimer()  # TensorFlow's import is a part of the start
+    with contextlib.ExitStack() as stack:
+        if cluster and cluster.index:  # worker 0 alone writes the run
+            unused = tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{cluster.index}-")
+            config = dataclasses.replace(config, train_dir=stack.enter_context(unused))
+        directory = stack.enter_context(open_run(config))
+        if result := None if cluster else directory.stored_result():
+            score = describe_score(reported_score(result["evaluations"]) or {})
+            log.info(f"{directory.path} is complete at step {result['step']}: {score}")
+            return result
+        stack.enter_context(tensorflow_imported())
+        from cifar_towers import trainer
+
+        return trainer.train(config, source, directory, signals, cluster, callbacks, Run, timer)
+
+
 def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
-    """Evaluate a checkpoint of a run, as `evaluate.py --json` does, and return what that prints.
+    """Evaluate a checkpoint of a run, as `cifar-towers evaluate --json` does, and return what that prints.
 
     Args:
       run: a run or its directory.
-      **settings: flags of `evaluate.py` by name, such as `tta=2`, `split`, `step`, `dataset`, or `model` for a net of
-        your own.
+      **settings: flags of `cifar-towers evaluate` by name, such as `tta=2`, `split`, `step`, `dataset`, or `model` for
+        a net of your own.
 
     Returns:
       `accuracy` in [0, 1], both ends of its 95 % confidence interval (`interval95`), `loss` (mean cross entropy, nats:
@@ -82,14 +126,13 @@ def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
     Raises:
       RunError: there is no such run or split, its data cannot be read or have changed, or logits are not finite.
     """
-    config = parse_settings(EvaluateConfig, {"train_dir": getattr(run, "directory", run), **settings})
+    config = make_config(EvaluateConfig, {"train_dir": getattr(run, "directory", run), **settings})
     with tensorflow_imported():
         from cifar_towers.inference.evaluate import score_checkpoint
 
         return score_checkpoint(config)
 
 
-@with_errors_for_python
 def predict(
     run: Run | Path | str, images: "np.ndarray | Iterable[Path | str] | Path | str", **settings: Any
 ) -> "np.ndarray":
@@ -99,7 +142,7 @@ def predict(
       run: a run or its directory.
       images: [n, S, S, 3] uint8 levels in the training's size, or paths of image files or of folders, or one path. The
         images of a folder are sorted by name.
-      **settings: flags of `predict.py` by name, such as `tta=2`, `step`, or `model` for a net of your own.
+      **settings: flags of `cifar-towers predict` by name, such as `tta=2`, `step`, or `model` for a net of your own.
 
     Returns:
       Probabilities [n, C] float64, with the classes in the order of `run.class_names`.
@@ -108,15 +151,32 @@ def predict(
       RunError: there is no such run, the array has another shape or type, a file cannot be read, or logits are not
         finite.
     """
-    settings = {"train_dir": getattr(run, "directory", run), **settings}
-    config = parse_settings(PredictConfig, settings, arguments=("images",))
+    settings |= {"train_dir": getattr(run, "directory", run), "pictures": ("images",)}
+    config = make_config(PredictConfig, settings)
     with tensorflow_imported():
         from cifar_towers.inference.predict import predict_probabilities
 
         return predict_probabilities(config, images)
 
 
-@with_errors_for_python
+def export(run: Run | Path | str, **settings: Any) -> None:
+    """Export the model of a checkpoint with its preprocessing, as `cifar-towers export` does.
+
+    Args:
+      run: a run or its directory.
+      **settings: flags of `cifar-towers export` by name, such as `format="onnx"`, `out`, or `model` for a net of your
+        own.
+
+    Raises:
+      RunError: there is no such run or checkpoint, or the export does not agree with the checkpoint.
+    """
+    config = make_config(ExportConfig, {"train_dir": getattr(run, "directory", run), **settings})
+    with tensorflow_imported():
+        from cifar_towers.inference.export import export_model
+
+        export_model(config)
+
+
 def load_run(path: Path | str) -> Run:
     """Return the run in a directory.
 

@@ -1,15 +1,16 @@
-"""The hardware of this machine: processor features, GPUs, the precision they are fast in, and whether XLA runs.
-
-TensorFlow is imported only where GPUs are asked for, so that a program can look at the processor first.
-"""
+"""The hardware of this machine, and TensorFlow, which is imported late: a wrong setting is refused before."""
 
 import contextlib
 import functools
 import logging
 import math
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from cifar_towers.errors import UsageError
 
 log = logging.getLogger(__name__)
 
@@ -90,3 +91,32 @@ def choose_precision(setting: str, device: str, trained_in: str = "") -> str:
         chosen, reason = "float32", "the processor has no bfloat16 of its own"
     log.info("precision %s: %s", chosen, reason)
     return chosen
+
+
+@contextlib.contextmanager
+def tensorflow_imported() -> Iterator[None]:
+    """Import TensorFlow, which takes seconds, with the settings of Keras that towers need; restore these at the end.
+
+    Raises:
+      UsageError: Keras has another backend.
+    """
+    is_terminal = sys.stderr.isatty()
+    if is_terminal:
+        print("importing TensorFlow ...", end="\r", file=sys.stderr, flush=True)
+    import keras
+    import tensorflow as tf
+
+    if is_terminal:
+        print("\033[K", end="", file=sys.stderr, flush=True)
+    if (backend := keras.backend.backend()) != "tensorflow":
+        raise UsageError(f"Keras has the backend {backend}; towers need KERAS_BACKEND=tensorflow")
+    tf.get_logger().setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # some of its modules log here
+    floatx, image_data_format = keras.config.floatx(), keras.config.image_data_format()
+    keras.config.set_image_data_format("channels_last")  # whatever the user's keras.json says
+    keras.config.set_floatx("float32")
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_image_data_format(image_data_format)

@@ -84,8 +84,7 @@ def set_up(
       UsageError: the workers of a cluster have different setups. Other errors are those of `sources.load`.
     """
     strategy, towers = devices
-    fall_back = config.dataset == "auto"
-    source, dataset = sources.load(source, config.validation_examples, config.image_size, fall_back=fall_back)
+    dataset = sources.load(source, config.validation_examples, config.image_size)
     local_towers = towers_here(strategy, towers) if strategy else towers
     setup = RunSetup(
         config=config,

@@ -4,7 +4,6 @@ A file is executed each time one of its functions is loaded. A module is importe
 """
 
 import contextlib
-import hashlib
 import importlib
 import importlib.util
 import sys
@@ -63,8 +62,7 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     """
     path, (source, function) = find_source(setting, name), split_function(name) or ("", "")
     if path and source.endswith(".py"):
-        digest = hashlib.sha256(str(path).encode()).hexdigest()  # files of one name are different modules
-        spec = importlib.util.spec_from_file_location(f"{path.stem}_{digest[:8]}", path)
+        spec = importlib.util.spec_from_file_location(str(path), path)  # files of one name are different modules
         assert spec and spec.loader, "a file that ends in .py has both"
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         with _searched_first(str(path.parent)):

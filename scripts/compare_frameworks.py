@@ -4,10 +4,10 @@
   compare_frameworks.py                                            all nets, three rounds
   compare_frameworks.py --nets=resnet20 --frameworks=ours,keras    some of them
 
-Each measurement is a process of its own. Every round takes all frameworks in another order. Ours is a training by
-train.py, with input, augmentation and the recipe's optimizer. The others are bare steps of the same net and batch with
-momentum SGD (scripts/peers.py), on all cores or on the first GPU. keras is Keras `fit` as TensorFlow comes,
-keras-onednn has TF_ENABLE_ONEDNN_OPTS=1, which ours has too.
+Each measurement is a process of its own. Every round takes all frameworks in another order. Ours is a training, with
+input, augmentation and the recipe's optimizer. The others are bare steps of the same net and batch with momentum SGD
+(scripts/peers.py), on all cores or on the first GPU. keras is Keras `fit` as TensorFlow comes, keras-onednn has
+TF_ENABLE_ONEDNN_OPTS=1, which ours has too.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cifar_towers.benchmark.visits import BenchmarkCase, short_training, visit
+from cifar_towers.benchmark import BenchmarkCase, short_training, visit
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import RunError
@@ -92,9 +92,9 @@ def measure(recipe: str, frameworks: Sequence[str], rounds: int, precision: str)
 
 
 def rate_of_ours(recipe: str, precision: str) -> float:
-    """Return the images per second of a short training by train.py, on one GPU or two towers on the CPU."""
+    """Return the images per second of a short training on one GPU or two towers on the CPU."""
     flags = [f"--recipe={recipe}", f"--batch_size={NETS[recipe][-1]}", "--dataset=auto"]
-    config = short_training(parse_command_line(TrainConfig, ["", *flags], ""), on_gpus=False)
+    config = short_training(parse_command_line(TrainConfig, flags), on_gpus=False)
     case = BenchmarkCase(0, "towers", "", precision)
     with tempfile.TemporaryDirectory() as directory:
         return visit(config, case, [sys.executable, str(REPOSITORY / "scripts/train.py")], Path(directory))[0]

@@ -25,8 +25,8 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cifar_towers import files
-from cifar_towers.cli.program import import_tensorflow
 from cifar_towers.errors import RunError
+from cifar_towers.hardware import tensorflow_imported
 from cifar_towers.inference.compare import COMPARED, compare_runs, record_key
 from cifar_towers.reporting.run_records import read_records
 
@@ -63,8 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"comparing {args.first[:12]} with {args.second[:12]}", flush=True)
         keep = args.keep or Path(directory, "runs")
         write_images(keep / "images")
-        import_tensorflow()
-        same = [compare_run(name, *worktrees, keep) for name in args.runs]
+        with tensorflow_imported():
+            same = [compare_run(name, *worktrees, keep) for name in args.runs]
     return 0 if all(same) else 1
 
 

@@ -3,10 +3,8 @@
 import dataclasses
 from pathlib import Path
 
-from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
-
-CONFIGS = Path(__file__).parents[1] / "configs"
+from cifar_towers.config.train_config import make_config
 
 
 def net(name):
@@ -18,5 +16,4 @@ TINY_NET = net("tiny")
 
 
 def recipe(name, **settings):
-    config = parse_command_line(TrainConfig, ["train.py", f"--flagfile={CONFIGS / name}.cfg"], "")
-    return dataclasses.replace(config, recipe="", **settings)
+    return dataclasses.replace(make_config(TrainConfig, {"recipe": name}), recipe="", **settings)

@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.programs import COMMAND
+
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs/gpus.md"
 HEADER = "| GPUs | Driver, TensorFlow | Tests | speed94 with TTA 2, without | Training | Rate | Failed |"
@@ -36,9 +38,9 @@ def main() -> int:
         if _run(tests, CIFAR_TOWERS_TEST_ON_GPUS="1"):
             failed.append("tests")
         counts = read_counts(junit.read_text()) if junit.exists() else "not run"
-        if not arguments.without_bench and _run([sys.executable, ROOT / "scripts/benchmark.py", "--recipe=speed94"]):
+        if not arguments.without_bench and _run([*COMMAND, "benchmark", "--recipe=speed94"]):
             failed.append("make bench")
-        if _run([sys.executable, ROOT / "scripts/train.py", "--recipe=speed94", f"--train_dir={run_dir}"]):
+        if _run([*COMMAND, "train", "--recipe=speed94", f"--train_dir={run_dir}"]):
             failed.append("speed94")
         result = json.loads((run_dir / "result.json").read_text()) if "speed94" not in failed else {}
     row = make_row(devices, counts, result, failed)

@@ -1,4 +1,4 @@
-"""The programs of `scripts/`, started as a user starts them or called in this process."""
+"""The command `cifar-towers`, started as a user starts it or called in this process."""
 
 import os
 import subprocess
@@ -7,13 +7,16 @@ from pathlib import Path
 
 from cifar_towers.cli import main
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+ROOT = Path(__file__).parents[1]
+COMMAND = [sys.executable, "-m", "cifar_towers"]
 
 
-def start(script, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **environment):
+def start(program, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **environment):
     """Start a program, with more variables in its environment."""
-    command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
-    return subprocess.Popen(command, env=os.environ | environment, stdout=stdout, stderr=stderr, text=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.Popen(
+        [*COMMAND, program, *map(str, arguments)], env=environment, stdout=stdout, stderr=stderr, text=True
+    )
 
 
 def finish(process, answer=None, timeout=120):
@@ -25,8 +28,7 @@ def finish(process, answer=None, timeout=120):
     return process.returncode, out, err
 
 
-def call(patch, script, *arguments):
+def call(patch, program, *arguments):
     """Call a program in this process and return its exit code; its errors are raised."""
     patch.setenv("KERAS_BACKEND", "tensorflow")  # as the program would leave it set
-    patch.setattr(sys, "argv", [str(script), *map(str, arguments)])
-    return getattr(main, Path(script).stem).__wrapped__() or 0
+    return main.call(program, [*map(str, arguments)])

@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 from cifar_towers.cli.flags import parse_command_line
-from cifar_towers.cli.program import check_functions
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import sources, synthetic
 from tests.own_data import write_arrays
@@ -24,12 +23,12 @@ from tests.test_readme import CONFIGS
 ROOT = Path(__file__).parents[1]
 PAGES = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("training", "your-own", "inference", "python")}
 BLOCKS = [block for page in PAGES.values() for block in re.findall(r"^```\w*\n(.*?)^```", page, re.S | re.M)]
-COMMANDS = [line for block in BLOCKS for line in block.splitlines() if re.match("(python|make) ", line)]
-TRAINED = [line for line in COMMANDS if re.search(r"train\.py.*(mine\.py|photos|labels|arrays|init_from)", line)]
+COMMANDS = [line for block in BLOCKS for line in block.splitlines() if re.match("(cifar-towers|make) ", line)]
+TRAINED = [line for line in COMMANDS if re.search(r"-towers train .*(mine\.py|photos|labels|arrays|init_from)", line)]
 OWN_NET = [line for line in COMMANDS if re.search(r"mynets\.py", line)]  # train, predict, evaluate
-USES = r"(scripts/|make )(evaluate|predict|runs)\b(?!.*(cifar10_|mynets))"  # no download, no large net
+USES = r"^(cifar-towers|make) (evaluate|predict|runs)\b(?!.*(cifar10_|mynets))"  # no download, no large net
 USED = [line for line in COMMANDS if re.search(USES, line)]
-EXPORTS = [line for line in COMMANDS if re.search("^make export|export.py", line)]
+EXPORTS = [line for line in COMMANDS if re.search("^(cifar-towers|make) export", line)]
 ONE_STEP = ["--max_steps=1", "--tta=0", "--precision=float32"]
 
 
@@ -71,7 +70,7 @@ def here(work, monkeypatch):
 
 def train(*flags):
     with short_runs.small_runs() as patch:
-        call(patch, "train.py", *flags, *ONE_STEP)
+        call(patch, "train", *flags, *ONE_STEP)
 
 
 def make_runs(work, *flags):
@@ -116,13 +115,12 @@ def words_of(command):
 def test_command_is_accepted_by_its_program(command, here):
     """Its flags, their values, functions and data exist; nothing is trained."""
     program, *flags = words_of(command)
-    config_class = CONFIGS[Path(program).name]
+    config_class = CONFIGS[program]
     if flags == ["--help"]:
         with pytest.raises(SystemExit, match="^0$"):
-            parse_command_line(config_class, [program, *flags], "")
+            parse_command_line(config_class, flags)
         return
-    config = parse_command_line(config_class, [program, *flags], "")
-    check_functions(config)
+    config = parse_command_line(config_class, flags)
     if config_class is TrainConfig and ":" in config.dataset:
         sources.find(config.dataset, config.data_dir)
     if config_class is TrainConfig and config.data_dir:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.cli.main import start_training
+from cifar_towers import api
 from cifar_towers.data import cifar10
 from cifar_towers.signals import StopSignals
 from tests.configs import recipe
@@ -14,7 +14,8 @@ pytestmark = pytest.mark.slow
 
 
 def accuracies(name, train_dir, **settings):
-    result = start_training(recipe(name, train_dir=str(train_dir), **settings), StopSignals())
+    source, config = api.locate_data(recipe(name, train_dir=str(train_dir), **settings))
+    result = api.train_run(config, source, StopSignals())
     return {(score["weights"], score["tta"]): score["accuracy"] for score in result["evaluations"]}
 
 

@@ -44,7 +44,7 @@ def test_menu_has_three_groups_of_all_targets_in_lines_of_100_characters():
 def test_targets_take_their_recipe_from_config(target, config_class, recipe):
     command = make("-n", target, f"CONFIG={recipe}", "ARGS=--epochs=3").splitlines()[-1]
     _, *program = shlex.split(command)
-    config = parse_command_line(config_class, program, "")
+    config = parse_command_line(config_class, program[1:])
     trained = config if config_class is TrainConfig else config.recipe
     assert (trained.recipe, trained.epochs) == (recipe, 3)
     assert trained.dataset == ("synthetic" if recipe == "smoke" else "auto")

@@ -1,4 +1,4 @@
-"""An installed wheel is complete: every console script runs outside of a checkout, with the recipes."""
+"""An installed wheel is complete: every program runs outside of a checkout, with the recipes."""
 
 import configparser
 import json
@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from cifar_towers.cli.main import PROGRAMS
+
 ROOT = Path(__file__).parents[1]
 SOURCES = ("cifar_towers", "configs", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
-SCRIPTS = [line.split(" = ")[0] for line in SETUP["options.entry_points"]["console_scripts"].strip().splitlines()]
 
 
 def test_every_folder_of_the_package_is_installed():
@@ -66,24 +67,24 @@ def run(tmp_path_factory):
 SMALL = ["--recipe=smoke", "--max_steps=2", "--batch_size=100", "--tta=0", "--precision=float32"]
 RUN, CLUSTER = "--train_dir=runs/smoke-seed0", "--train_dir=runs/two-workers"
 COMMANDS = {  # in this order: the first two train what the others read
-    "cifar-towers-train": [*SMALL, "--num_gpus=2"],
-    "cifar-towers-launch": ["--num_workers=2", "--", *SMALL, CLUSTER],
-    "cifar-towers-evaluate": [RUN, "--dataset=synthetic"],
-    "cifar-towers-predict": [RUN, "picture.png"],
-    "cifar-towers-export": [RUN, "--format=keras"],
-    "cifar-towers-compare-runs": ["runs/smoke-seed0", "runs/smoke-seed0"],
-    "cifar-towers-report": ["runs/smoke-seed0", "--out=report.html"],
-    "cifar-towers-runs": [],
-    "cifar-towers-benchmark": [*SMALL, "--towers=1", "--minutes=0", "--nopeers"],
+    "train": [*SMALL, "--num_gpus=2"],
+    "launch": ["--num_workers=2", "--", *SMALL, CLUSTER],
+    "evaluate": [RUN, "--dataset=synthetic"],
+    "predict": [RUN, "picture.png"],
+    "export": [RUN, "--format=keras"],
+    "compare-runs": ["runs/smoke-seed0", "runs/smoke-seed0"],
+    "report": ["runs/smoke-seed0", "--out=report.html"],
+    "runs": [],
+    "benchmark": [*SMALL, "--towers=1", "--minutes=0"],
 }
 
 
 @pytest.mark.slow
-def test_every_console_script_runs_from_a_wheel_in_an_empty_folder(run):
-    assert {*COMMANDS} == {*SCRIPTS}
+def test_every_program_runs_from_a_wheel_in_an_empty_folder(run):
+    assert {*COMMANDS} == {*PROGRAMS}
     for name in ("picture.png", "picture.jpg"):
         Image.new("RGB", (32, 32)).save(run.folder / name)
-    printed = {program: run(program, *flags) for program, flags in COMMANDS.items()}
+    printed = {program: run("cifar-towers", program, *flags) for program, flags in COMMANDS.items()}
     place = run("python", "-c", "import cifar_towers; print(cifar_towers.__file__)")
     assert place.startswith(str(run.folder.parent))
     config, result = (
@@ -93,12 +94,12 @@ def test_every_console_script_runs_from_a_wheel_in_an_empty_folder(run):
     assert result["step"] == 2
     assert json.loads((run.folder / "runs/two-workers/result.json").read_text())["step"] == 2
     command = json.loads((run.folder / "runs/two-workers/environment.json").read_text())["command"]
-    assert command[0].endswith("bin/cifar-towers-train")
-    assert "picture.png" in printed["cifar-towers-predict"] and "smoke" in printed["cifar-towers-runs"]
+    assert command[:2] == ["cifar-towers", "train"]
+    assert "picture.png" in printed["predict"] and "smoke" in printed["runs"]
     assert (run.folder / "report.html").exists()
-    _, *next_lines = printed["cifar-towers-train"].partition("next:\n")[2].splitlines()
-    assert [Path(line.split()[0]).name for line in next_lines] == ["cifar-towers-evaluate", "cifar-towers-predict"]
+    _, *next_lines = printed["train"].partition("next:\n")[2].splitlines()
+    words = [line.rpartition("/bin/")[2].split()[:2] for line in next_lines]
+    assert words == [["cifar-towers", "evaluate"], ["cifar-towers", "predict"]]
     for line in next_lines:
         run.paste(line)
-    assert "\n  cifar-towers-evaluate --train_dir=" in run("cifar-towers-evaluate", "--help")
-    assert all(path.stem in run("cifar-towers-train", "--help") for path in (ROOT / "configs").glob("*.cfg"))
+    assert all(path.stem in run("cifar-towers", "train", "--help") for path in (ROOT / "configs").glob("*.cfg"))

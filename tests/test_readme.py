@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from cifar_towers.cli.flags import flag_settings
-from cifar_towers.config import TrainConfig, programs
+from cifar_towers.cli.main import PROGRAMS
+from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import recipe_flagfile, recipe_names
 
 ROOT = Path(__file__).parents[1]
@@ -17,17 +18,7 @@ LOG = sorted((ROOT / "docs/log").glob("*.md"))
 README, PAGES = FILES[0].read_text(), "".join(path.read_text() for path in FILES)
 # flags of docker, sbatch, tensorboard, uvx and tests.faults, to a hyphen
 OTHERS = {"build", "constraints", "from", "job", "logdir", "long", "only", "signal"}
-CONFIGS = {
-    "train.py": TrainConfig,
-    "benchmark.py": programs.BenchmarkConfig,
-    "evaluate.py": programs.EvaluateConfig,
-    "export.py": programs.ExportConfig,
-    "launch.py": programs.LaunchConfig,
-    "predict.py": programs.PredictConfig,
-    "report.py": programs.ReportConfig,
-    "compare_runs.py": programs.CompareConfig,
-    "runs.py": programs.RunsConfig,
-}
+CONFIGS = {name: config_class for name, (_, config_class) in PROGRAMS.items()}
 
 MODULES = [
     path.relative_to(ROOT) for path in sorted((ROOT / "cifar_towers").rglob("*.py")) if ">>> " in path.read_text()
@@ -104,8 +95,7 @@ def test_flags_make_targets_and_files_exist():
 
 def test_commands_use_flags_of_their_program():
     # $(...) inside another, too
-    commands = re.findall(r"python (?:scripts/|-m scripts\.)(\w+(?:\.py)?)(?=([^`#\n]*))", PAGES)
-    commands = [command for command in commands if command[0] != "compare_frameworks.py"]  # it takes no settings
+    commands = re.findall(rf"cifar-towers ({'|'.join(CONFIGS)})\b(?=([^`#\n]*))", PAGES)
     assert {name for name, _ in commands} == set(CONFIGS)
     for name, arguments in commands:
         own, _, of_train = re.sub(r"\$\([^)]*\)", "", arguments).partition(" -- ")

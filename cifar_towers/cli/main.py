@@ -1,90 +1,96 @@
-"""The command-line programs. Each checks its flags before it imports TensorFlow, which takes seconds."""
+"""The command `cifar-towers <program>`. A program checks its flags before it imports TensorFlow."""
 
-import contextlib
 import dataclasses
+import inspect
 import logging
 import os
+import signal
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from cifar_towers import api
 from cifar_towers.cli.flags import parse_command_line
-from cifar_towers.cli.program import checked_output, find_data, import_tensorflow, parse, program, start_tool
-from cifar_towers.cli.run import Run
 from cifar_towers.config import TrainConfig, parse_seeds, programs
-from cifar_towers.errors import DivergedError, RunError, UsageError
+from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError, error_line
+from cifar_towers.hardware import tensorflow_imported
 from cifar_towers.multi_worker import cluster_spec, launcher
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
 from cifar_towers.signals import StopSignals
 
-if TYPE_CHECKING:
-    from cifar_towers.data.sources import Source
-
 log = logging.getLogger(__name__)
 
+TRAIN_COMMAND = [sys.executable, "-m", "cifar_towers", "train"]  # in a process of its own; flags are appended
+USAGE = """CIFAR-10 on towers: copies of the model that share each batch, one on each GPU.
 
-@program
-def train() -> None:
-    """Train an image classifier on towers: copies of the model that share each batch, one on each GPU.
+{programs}
 
-    train.py --num_gpus=2                               CIFAR-10 to 94 %, by the recipe speed94
-    train.py --recipe=resnet20 --seeds=0,1,2            another recipe, with three seeds
-    train.py --dataset=folder:photos --batch_size=128   pictures of your own, a subfolder a class
+cifar-towers <program> --help lists its flags.
+Exit codes: 0 done, 1 failed, 2 usage, 3 data, 4 diverged, 5 a worker was lost, 130/138/143 interrupted."""
 
-    Without --recipe, --flagfile and --model the recipe is speed94. Other flags override the recipe's
-    settings, wherever they stand. The same command resumes, unless it has --overwrite.
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program that the command line names, and return its exit code; print its errors as one line."""
+    name, *flags = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process, without a traceback
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[StderrHandler()])
+    logging.getLogger("cifar_towers").setLevel(logging.INFO)
+    try:
+        return call(name, flags)
+    except (RunError, Interrupted) as error:
+        print(error_line(error), file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again when it exits
+        return RunError.exit_code
+
+
+def call(name: str, flags: Sequence[str]) -> int:
+    """Call a program with the flags of its command line; return its exit code, or raise its errors."""
+    if name in ("-h", "--help", "--helpfull"):
+        lines = [f"  {name:13} {help_of(program).splitlines()[0]}" for name, (program, _) in PROGRAMS.items()]
+        print(USAGE.format(programs="\n".join(lines)))
+        return 0
+    if name not in PROGRAMS:
+        raise UsageError(f"{name!r} is no program; write: cifar-towers <program>, one of {', '.join(PROGRAMS)}")
+    program, config_class = PROGRAMS[name]
+    code = program(parse_command_line(config_class, flags, help_of(program)))
+    sys.stdout.flush()
+    return code or 0
+
+
+def help_of(program: Callable) -> str:
+    """Return the description of a program, which is its docstring."""
+    return inspect.getdoc(program) or ""
+
+
+class StderrHandler(logging.StreamHandler):
+    """A handler that prints to what `sys.stderr` is then. During a live progress line, this prints above the line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+# The programs: functions of their settings, whose docstrings are their help ------------------------------------------
+
+
+def train(config: TrainConfig) -> None:
+    """Train an image classifier on towers.
+
+      cifar-towers train --num_gpus=2                               CIFAR-10 to 94 %, by the recipe speed94
+      cifar-towers train --recipe=resnet20 --seeds=0,1,2            another recipe, with three seeds
+      cifar-towers train --dataset=folder:photos --batch_size=128   pictures of your own, a subfolder a class
+
+    Without --recipe and --model the recipe is speed94. Other flags override the recipe's settings, wherever they
+    stand. The same command resumes, unless it has --overwrite.
     """
-    config = parse(TrainConfig, train)
-    cluster = join_cluster(config)
     if config.seeds:
-        train_seeds(config)
-    else:
-        start_training(config, StopSignals(), cluster)
-
-
-def start_training(
-    config: TrainConfig,
-    signals: StopSignals,
-    cluster: ClusterSpec | None = None,
-    callbacks: Sequence = (),
-    make_handle: Callable[[Path], Run] = Run,
-) -> dict:
-    """Train or resume a run, or return the stored result of a finished one. See `trainer.train`.
-
-    What can be refused without TensorFlow is refused before it is imported, which takes seconds.
-    """
-    from cifar_towers.checkpointing.run_directory import open_run
-    from cifar_towers.evaluation.score import describe_score, reported_score
-    from cifar_towers.reporting.phase_timer import PhaseTimer
-
-    timer = PhaseTimer()  # TensorFlow's import is a part of the start
-    source, config = locate(config)
-    with contextlib.ExitStack() as stack:
-        if cluster and cluster.index:  # worker 0 alone writes the run
-            directory = tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{cluster.index}-")
-            config = dataclasses.replace(config, train_dir=stack.enter_context(directory))
-        run = stack.enter_context(open_run(config))
-        if result := None if cluster else run.stored_result():
-            score = describe_score(reported_score(result["evaluations"]) or {})
-            log.info(f"{run.path} is complete at step {result['step']}: {score}")
-            make_handle(run.path)
-            return result
-        import_tensorflow()
-        from cifar_towers import trainer
-
-        return trainer.train(config, source, run, signals, cluster, callbacks, make_handle, timer)
-
-
-def locate(config: TrainConfig) -> tuple["Source", TrainConfig]:
-    """Locate the data of a run. If synthetic data replace CIFAR-10, the default directory says so."""
-    from cifar_towers.data import sources
-
-    source = sources.find(config.dataset, config.data_dir)
-    if source.banner and not config.train_dir:
-        config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
-    return source, config
+        return train_seeds(config)
+    cluster = join_cluster(config)
+    source, config = api.locate_data(config)
+    api.train_run(config, source, StopSignals(), cluster)
 
 
 def train_seeds(config: TrainConfig) -> None:
@@ -101,29 +107,29 @@ def train_seeds(config: TrainConfig) -> None:
     accuracies: dict[str, list[float]] = {}
     results: list[dict] = []
     diverged: dict[int, str] = {}
-    seeds = parse_seeds(config.seeds)
-    runs = [config.of_seed(seed) for seed in seeds]
-    for run in runs if config.overwrite else []:  # all at once: a later start without it resumes them
-        with open_run(locate(run)[1]) as directory:
+    runs = [api.locate_data(config.of_seed(seed)) for seed in parse_seeds(config.seeds)]
+    for _, run in runs if config.overwrite else []:  # all at once: a later start without it resumes them
+        with open_run(run) as directory:
             directory.clear()
-    for run in runs:
+    for source, run in runs:
         try:
-            results.append(start_training(dataclasses.replace(run, overwrite=False), StopSignals()))
+            results.append(api.train_run(dataclasses.replace(run, overwrite=False), source, StopSignals()))
         except DivergedError as error:
             diverged[run.seed] = str(error)
             log.error(f"seed {run.seed} diverged: {error}")
-        sys.modules["keras"].backend.clear_session()
+        if keras := sys.modules.get("keras"):  # not if every run so far was finished before
+            keras.backend.clear_session()
     for result in results:
         for score in result["evaluations"]:
             accuracies.setdefault(score_name(score), []).append(score["accuracy"])
     speeds = [result["images_per_sec"] for result in results if result["images_per_sec"]]  # of runs with timed steps
     speed = f": {format_rate(Sample.of(speeds).mean)} images/s" if speeds else ""
-    missing = f" ({len(results)} of {len(seeds)}; seed {', '.join(map(str, diverged))} diverged)" if diverged else ""
-    print(f"{config.name}, seeds {', '.join(map(str, seeds))}{missing}{speed}")
+    missing = f" ({len(results)} of {len(runs)}; seed {', '.join(map(str, diverged))} diverged)" if diverged else ""
+    print(f"{config.name}, seeds {config.seeds.replace(',', ', ')}{missing}{speed}")
     if config.target_accuracy:
         seconds = [training_seconds(result["seconds"]) for result in results if result["reached"]]
         mean = f", after {Sample.of(seconds).mean:.1f} s of training in the mean" if seconds else ""
-        print(f"stopped at {100 * config.target_accuracy:.2f} %: {len(seconds)} of {len(seeds)}{mean}")
+        print(f"stopped at {100 * config.target_accuracy:.2f} %: {len(seconds)} of {len(runs)}{mean}")
     for name, values in accuracies.items():
         print(f"accuracy, {name}: {Sample.of(values).describe_percent()}")
     if diverged:
@@ -159,164 +165,144 @@ def resolve_cluster(config: TrainConfig, environment: Mapping[str, str]) -> Clus
     return cluster
 
 
-@program
-def launch() -> int:
-    """Train with several workers on this machine, one process each, or supervise one process. The flags
-    after -- are those of train.py. When a worker fails, all restart from the last checkpoint.
-
-    launch.py --num_workers=2 -- --recipe=speed94 --train_dir=runs/two-workers
-    """
-    try:
-        config = parse(programs.LaunchConfig, launch)
-        strategy = ["--strategy=multi_worker"] if config.num_workers else []
-        training = parse_command_line(TrainConfig, [sys.argv[0], *config.command, *strategy], "")
-    except UsageError as error:
-        if "--" in sys.argv:
-            raise
-        raise UsageError(f"{error}; flags of train.py stand after --") from None
-    if config.num_workers:
-        if training.workers or training.worker_index >= 0:
-            raise UsageError(
-                f"num_workers={config.num_workers} starts workers on this machine, at addresses of its own; leave "
-                "--workers and --worker_index, or leave --num_workers on each of several machines"
-            )
-        training.check_shares(max(training.num_gpus, 1) * config.num_workers)
-    else:
-        resolve_cluster(training, os.environ)
-    command = [*command_for(train), *config.command]
-    return launcher.launch(command, config.num_workers, config.max_restarts, log.info)
-
-
-@program
-def evaluate() -> None:
+def evaluate(config: programs.EvaluateConfig) -> None:
     """Evaluate a checkpoint of a run, the newest unless --step is given.
 
-    evaluate.py --train_dir=runs/speed94-seed0 --tta=2
-    evaluate.py --train_dir=runs/speed94-seed0 --dataset='cifar10_corrupted/*'
+      cifar-towers evaluate --train_dir=runs/speed94-seed0 --tta=2
+      cifar-towers evaluate --train_dir=runs/speed94-seed0 --dataset='cifar10_corrupted/*'
 
     NLL is the negative log likelihood, ECE the expected calibration error. With --tta both are of the mean logits.
     The table's column "most often taken for" names, for each class, the wrong class that most of its images get.
     --json adds the confusion matrix: rows are true classes, columns predicted ones.
     """
-    config = start_tool(programs.EvaluateConfig, evaluate)
-    from cifar_towers.inference.evaluate import evaluate_checkpoint
+    with tensorflow_imported():
+        from cifar_towers.inference.evaluate import evaluate_checkpoint
 
-    with checked_output():
         print(evaluate_checkpoint(config))
 
 
-@program
-def predict() -> None:
+def predict(config: programs.PredictConfig) -> None:
     """Print the three most likely classes of each image file, by a checkpoint of a run.
 
-    predict.py --train_dir=runs/speed94-seed0 picture.jpg folder/ *.png
+      cifar-towers predict --train_dir=runs/speed94-seed0 picture.jpg folder/ *.png
 
     JPEG, PNG, GIF, BMP and WebP, up to 25 megapixels and 20 MB (WebP: 16 megapixels). The model gets the
     central square, upright, over white where it is transparent, resized to the size of the training images.
     """
-    config = start_tool(programs.PredictConfig, predict)
-    from cifar_towers.inference.predict import predict_images
+    with tensorflow_imported():
+        from cifar_towers.inference.predict import predict_images
 
-    with checked_output():
         predict_images(config)
 
 
-@program
-def export() -> None:
-    """Export the model of a checkpoint with its preprocessing: uint8 images [B, S, S, 3] of the training's size
-    in, class probabilities [B, C] out. The names of the classes are in classes.txt beside it.
+def export(config: programs.ExportConfig) -> None:
+    """Export the model of a checkpoint with its preprocessing.
 
-    export.py --train_dir=runs/speed94-seed0 --format=saved_model
+      cifar-towers export --train_dir=runs/speed94-seed0 --format=saved_model
+
+    uint8 images [B, S, S, 3] of the training's size go in, class probabilities [B, C] come out. The names of the
+    classes are in classes.txt beside it.
     """
-    config = start_tool(programs.ExportConfig, export)
-    from cifar_towers.inference.export import export_model
+    with tensorflow_imported():
+        from cifar_towers.inference.export import export_model
 
-    export_model(config)
+        export_model(config)
 
 
-@program
-def compare_runs() -> int:
+def compare_runs(config: programs.CompareConfig) -> int:
     """Compare two runs: are they equal to the bit, and if not, where and why do they differ?
 
-    compare_runs.py runs/one runs/other
+    cifar-towers compare-runs runs/one runs/other
     """
-    config = start_tool(programs.CompareConfig, compare_runs)
-    from cifar_towers.inference import compare
+    with tensorflow_imported():
+        from cifar_towers.inference import compare
 
-    same, text = compare.compare_runs(*map(Path, config.runs))
-    with checked_output():
-        print(text)
+        same, text = compare.compare_runs(*map(Path, config.runs))
+    print(text)
     return 0 if same else RunError.exit_code
 
 
-@program
-def report() -> None:
+def report(config: programs.ReportConfig) -> None:
     """Write a self-contained HTML report of runs, for readers without TensorBoard.
 
-    report.py runs/one [runs/other ...] [--out=FILE]
+      cifar-towers report runs/one [runs/other ...] [--out=FILE]
 
     Runs that differ only in the seed are shown as their mean, with a band of one standard deviation.
     """
-    config = parse(programs.ReportConfig, report)
     from cifar_towers import files
+    from cifar_towers.reporting import html_report
     from cifar_towers.reporting.run_records import read_runs
 
     directories = [Path(run) for run in config.runs]
-    records = read_runs(directories)
-    from cifar_towers.reporting import html_report  # loads Matplotlib, after all that usually fails
-
     default = Path(directories[0] if len(directories) == 1 else "", files.REPORT)
-    with checked_output():
-        print(html_report.write(records, Path(config.out or default)))
+    print(html_report.write(read_runs(directories), Path(config.out or default)))
 
 
-@program
-def runs() -> None:
+def runs(config: programs.RunsConfig) -> None:
     """List runs with their state and what they reached.
 
-    runs.py                                        all below runs/, a line each
-    runs.py 'speed94*' --sort=accuracy             some, the best last
-    evaluate.py --train_dir=$(runs.py --best=speed94)
+      cifar-towers runs                                 all below runs/, a line each
+      cifar-towers runs 'speed94*' --sort=accuracy      some, the best last
+      cifar-towers evaluate --train_dir=$(cifar-towers runs --best=speed94)
 
     Accuracies are those of the averaged weights if a run keeps an average, otherwise of the raw weights.
     --best ranks runs by validation accuracy if every run has it, otherwise by test accuracy.
     """
-    config = parse(programs.RunsConfig, runs)
     from cifar_towers.inference import runs as trained
 
-    found = trained.find_runs(Path(config.runs_dir), *config.pattern)
-    found = trained.sort_runs(found, config.sort)
-    with checked_output():
-        if config.best:
-            print(trained.best_run(found, config.best).directory)
-        elif config.json:
-            print(trained.format_json(found))
-        else:
-            print(trained.format_table(found) if found else "no runs")
+    found = trained.sort_runs(trained.find_runs(Path(config.runs_dir), *config.patterns), config.sort)
+    if config.best:
+        print(trained.best_run(found, config.best).directory)
+    elif config.json:
+        print(trained.format_json(found))
+    else:
+        print(trained.format_table(found) if found else "no runs")
 
 
-@program
-def benchmark() -> None:
-    """Measure short trainings of a recipe on this machine with different placements, strategies and numbers of
-    towers. Without --recipe, --flagfile and --model the recipe is speed94; its flags are passed on.
+def benchmark(config: programs.BenchmarkConfig) -> None:
+    """Measure short trainings of a recipe on this machine: placements, strategies and numbers of towers.
 
-    benchmark.py --recipe=speed94 --towers=1,2,4
+      cifar-towers benchmark --recipe=speed94 --towers=1,2,4
 
-    After Ctrl-C the finished trainings are reported. The same command starts again.
+    Without --recipe and --model the recipe is speed94; its flags are passed on. After Ctrl-C the finished trainings
+    are reported. The same command starts again.
     """
-    config = parse(programs.BenchmarkConfig, benchmark)
-    find_data(config.recipe)
-    from cifar_towers.benchmark import runner
+    api.locate_data(config.recipe)
+    with tensorflow_imported():
+        from cifar_towers.benchmark import run_benchmark
 
-    runner.run_benchmark(config, command_for(train))
+        run_benchmark(config, TRAIN_COMMAND)
 
 
-def command_for(function: Callable[[], None]) -> list[str]:
-    """Return the command that calls a function of this module in a process of its own, with this one's import path.
+def launch(config: programs.LaunchConfig) -> int:
+    """Train with several workers on this machine, one process each, or supervise one process.
 
-    The command works in a checkout and in an installed copy.
+      cifar-towers launch --num_workers=2 -- --recipe=speed94 --train_dir=runs/two-workers
+
+    The flags after -- are those of a training. When a worker fails, all restart from the last checkpoint.
     """
-    program = Path(sys.argv[0])
-    named = program.with_name(program.name.replace("launch", function.__name__))  # a run records its program's name
-    setup = f"import sys; sys.path[:] = {sys.path}; sys.argv[0] = {str(named)!r}"
-    return [sys.executable, "-c", f"{setup}; from {__name__} import {function.__name__} as run; run()"]
+    strategy = ["--strategy=multi_worker"] if config.num_workers else []
+    training = parse_command_line(TrainConfig, [*config.command, *strategy])
+    if not config.num_workers:
+        resolve_cluster(training, os.environ)
+    elif training.workers or training.worker_index >= 0:
+        raise UsageError(
+            f"num_workers={config.num_workers} starts workers on this machine, at addresses of its own; leave "
+            "--workers and --worker_index, or leave --num_workers on each of several machines"
+        )
+    else:
+        training.check_shares(max(training.num_gpus, 1) * config.num_workers)
+    return launcher.launch([*TRAIN_COMMAND, *config.command], config.num_workers, config.max_restarts, log.info)
+
+
+PROGRAMS: dict[str, tuple[Callable[[Any], int | None], type]] = {
+    "train": (train, TrainConfig),
+    "evaluate": (evaluate, programs.EvaluateConfig),
+    "predict": (predict, programs.PredictConfig),
+    "export": (export, programs.ExportConfig),
+    "report": (report, programs.ReportConfig),
+    "runs": (runs, programs.RunsConfig),
+    "compare-runs": (compare_runs, programs.CompareConfig),
+    "benchmark": (benchmark, programs.BenchmarkConfig),
+    "launch": (launch, programs.LaunchConfig),
+}

@@ -1,13 +1,11 @@
-"""A run in a directory, as callbacks and `cifar_towers.train` have it; and settings by name."""
+"""A run in a directory, as callbacks and `cifar_towers.train` have it."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cifar_towers.cli.flags import Config, parse_command_line
-from cifar_towers.cli.program import check_functions, tensorflow_imported
 from cifar_towers.config.programs import TrainedRunConfig
-from cifar_towers.errors import with_errors_for_python
+from cifar_towers.config.train_config import make_config
+from cifar_towers.hardware import tensorflow_imported
 
 if TYPE_CHECKING:
     import keras
@@ -59,7 +57,6 @@ class Run:
 
         return read_run(self.directory, self.directory.name).result or None
 
-    @with_errors_for_python
     def model(self, **settings: Any) -> "keras.Model":
         """Return the model with its preprocessing: images [B, S, S, 3] of the training's size -> probabilities [B, C].
 
@@ -72,7 +69,7 @@ class Run:
         Raises:
           RunError: there is no such checkpoint, or it is damaged.
         """
-        config = parse_settings(TrainedRunConfig, {"train_dir": self.directory, **settings})
+        config = make_config(TrainedRunConfig, {"train_dir": self.directory, **settings})
         with tensorflow_imported():
             from cifar_towers.inference.export import load_portable_model
 
@@ -83,13 +80,3 @@ class Run:
         from cifar_towers.reporting.run_records import read_records
 
         return [record for record in read_records(self.directory / files.METRICS) if record["kind"] == kind]
-
-
-def parse_settings(config_class: type[Config], settings: dict[str, Any], arguments: Sequence[str] = ()) -> Config:
-    """Make a config of settings by name, checked as the flags of a program; None means the default."""
-    given = {name: value for name, value in settings.items() if value is not None}
-    config = parse_command_line(
-        config_class, ["", *(f"--{name}={value}" for name, value in given.items()), *arguments], ""
-    )
-    check_functions(config)
-    return config

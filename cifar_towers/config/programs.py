@@ -1,4 +1,4 @@
-"""The settings of every program but `train.py`. Imports no TensorFlow, so that a usage error is immediate."""
+"""The settings of every program but `train`. Imports no TensorFlow, so that a usage error is immediate."""
 
 import dataclasses
 from pathlib import Path
@@ -11,13 +11,12 @@ from cifar_towers.config.train_config import (
     REST,
     DeviceConfig,
     TrainConfig,
-    check_limits,
     names_with,
     parse_names,
     setting,
     settings_of,
 )
-from cifar_towers.errors import DataError, UsageError, describe_exit_codes
+from cifar_towers.errors import UsageError
 from cifar_towers.registry import TTA_HELP, TTA_LEVELS, check_dataset, check_model
 
 RUN_FIELDS = (
@@ -36,7 +35,7 @@ _export, _table, _launch, _benchmark = map(settings_of, ("Export", "Table", "Lau
 class TrainedRunConfig(DeviceConfig):
     """A run, one of its checkpoints, and which of its weights."""
 
-    train_dir: str = _run("", "directory of the run")
+    train_dir: str = _run("", "directory of the run", required="which run? give --train_dir=runs/...")
     step: int = _run(0, "step of the checkpoint; 0: the newest", low=0)
     weights: str = _run(
         "auto",
@@ -50,17 +49,10 @@ class TrainedRunConfig(DeviceConfig):
         check=check_model,
     )
 
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.train_dir:
-            raise UsageError("which run? give --train_dir=runs/...")
-
 
 @dataclasses.dataclass(frozen=True)
 class ComputeConfig(TrainedRunConfig):
     """Settings of a trained model's computation."""
-
-    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes} or the output cannot be written"
 
     tta: int = _run(0, f"level of test-time augmentation: {TTA_HELP}", low=0, high=max(TTA_LEVELS))
     precision: str = _run("auto", f"{PRECISION_HELP}; float32 if trained in it", choices=("auto", *PRECISIONS))
@@ -78,7 +70,7 @@ class RunDataConfig(TrainedRunConfig):
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig(ComputeConfig, RunDataConfig):
-    """Settings of `evaluate.py`."""
+    """Settings of `cifar-towers evaluate`."""
 
     split: str = _evaluation("test", "part of the data set to evaluate", choices=("test", "validation", "train"))
     num_images: int = _evaluation(0, "number of images to evaluate, of each set; 0: all", low=0)
@@ -88,22 +80,20 @@ class EvaluateConfig(ComputeConfig, RunDataConfig):
 
 @dataclasses.dataclass(frozen=True)
 class PredictConfig(ComputeConfig):
-    """Settings of `predict.py`."""
+    """Settings of `cifar-towers predict`."""
 
     json: bool = setting(False, "Prediction", "output as one JSON object per image")
-    pictures: tuple[str, ...] = setting((), REST, "image files and folders")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.pictures:
-            raise UsageError("which images? write: predict.py --train_dir=runs/... image.jpg folder/")
+    pictures: tuple[str, ...] = setting(
+        (),
+        REST,
+        "image files and folders",
+        required="which images? write: cifar-towers predict --train_dir=runs/... image.jpg folder/",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportConfig(RunDataConfig):
-    """Settings of `export.py`."""
-
-    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, or the export does not agree with the checkpoint"
+    """Settings of `cifar-towers export`."""
 
     format: str = _export("saved_model", "file format", choices=EXPORT_FORMATS)
     out: str = _export("", "new directory of the export; default: export/<format> in train_dir")
@@ -114,76 +104,56 @@ class ExportConfig(RunDataConfig):
 
 @dataclasses.dataclass(frozen=True)
 class CompareConfig:
-    """Settings of `compare_runs.py`."""
-
-    exit_codes: ClassVar[str] = describe_exit_codes(
-        UsageError, DataError, success="everything in both runs is equal", failure="something differs, or a bug"
-    )
+    """Settings of `cifar-towers compare-runs`."""
 
     runs: tuple[str, ...] = setting((), REST, "two runs' directories")
 
     def __post_init__(self):
         if len(self.runs) != 2:
-            raise UsageError("which two runs? write: compare_runs.py runs/one runs/other")
+            raise UsageError("which two runs? write: cifar-towers compare-runs runs/one runs/other")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunsConfig:
-    """Settings of `runs.py`."""
-
-    exit_codes: ClassVar[str] = describe_exit_codes(UsageError, failure="a bug or the output cannot be written")
+    """Settings of `cifar-towers runs`."""
 
     runs_dir: str = _run("runs", "directory below which runs are looked for")
     sort: str = _table("", "column to sort by; default: the directory", choices=("", *RUN_FIELDS))
     json: bool = _table(False, "output as one JSON object per run and nothing else")
     best: str = _table("", "recipe whose most accurate finished run is printed as a directory, and nothing else")
-    pattern: tuple[str, ...] = setting((), REST, "a pattern of names, e.g. 'speed94*'")
-
-    def __post_init__(self):
-        check_limits(self)
-        if len(self.pattern) > 1:
-            raise UsageError(f"{' '.join(self.pattern)}: give one pattern, in quotes, e.g. 'speed94*'")
+    patterns: tuple[str, ...] = setting((), REST, "patterns of names, e.g. 'speed94*'")
 
 
 @dataclasses.dataclass(frozen=True)
 class ReportConfig:
-    """Settings of `report.py`."""
-
-    exit_codes: ClassVar[str] = describe_exit_codes(UsageError, failure="a bug or the page cannot be written")
+    """Settings of `cifar-towers report`."""
 
     out: str = setting(
         "", "Report", "path of the page; default: report.html in the run's directory, or here for several runs"
     )
-    runs: tuple[str, ...] = setting((), REST, "runs' directories")
-
-    def __post_init__(self):
-        if not self.runs:
-            raise UsageError("which runs? write: report.py runs/one [runs/other ...] [--out=FILE]")
+    runs: tuple[str, ...] = setting(
+        (),
+        REST,
+        "runs' directories",
+        required="which runs? write: cifar-towers report runs/one [runs/other ...] [--out=FILE]",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class LaunchConfig:
-    """Settings of `launch.py`."""
-
-    exit_codes: ClassVar[str] = TrainConfig.exit_codes
+    """Settings of `cifar-towers launch`."""
 
     num_workers: int = _launch(
         0, "number of workers on this machine; 0: one process, which may be a worker of a cluster", low=0, high=1024
     )
     max_restarts: int = _launch(3, "maximum number of restarts; none after exit codes 0, 2, 3 and 4", low=0)
-    command: tuple[str, ...] = setting((), REST, "flags of train.py")
-
-    def __post_init__(self):
-        check_limits(self)
-        if not self.command and not self.num_workers:
-            raise UsageError("launch what? write: launch.py --num_workers=2 -- --recipe=speed94")
+    command: tuple[str, ...] = setting((), REST, "flags of a training")
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkConfig:
-    """Settings of `benchmark.py`: a recipe, and how to measure its step."""
+    """Settings of `cifar-towers benchmark`: a recipe, and how to measure its step."""
 
-    exit_codes: ClassVar[str] = f"{DeviceConfig.exit_codes}, or no case could be measured"
     refused: ClassVar[tuple[str, ...]] = (*VARIED, *CLUSTER, *OF_WHOLE_RUNS)  # settings without a flag here
 
     recipe: TrainConfig = setting(TrainConfig(), RECIPE, "the recipe whose step is measured")
@@ -197,7 +167,6 @@ class BenchmarkConfig:
     )
 
     def __post_init__(self):
-        check_limits(self)
         for count in self.tower_counts:
             self.recipe.check_shares(count)
         parse_names("precisions", self.precisions, PRECISIONS)

@@ -80,7 +80,7 @@ def parse_rate_schedule(text: str) -> tuple[str, SchedulePoints]:
     shape, _, points = text.partition(":")
     if shape not in RATE_SHAPES:
         shapes = " or ".join(f"{name}:" for name in RATE_SHAPES)
-        raise UsageError(f"learning_rate_schedule={text} must begin with {shapes}, as linear:0=1,100%=0")
+        raise UsageError(f"learning_rate_schedule={text} must begin with {shapes}, e.g. linear:0=1,100%=0")
     return shape, parse_points("learning_rate_schedule", points, "0=1,100%=0")
 
 
@@ -100,18 +100,13 @@ class ImageSizeSchedule:
 
 def parse_points(setting: str, text: str, example: str) -> SchedulePoints:
     """Return the points in a text: `"0=24,45%=32"` -> points at epoch 0 and at 0.45 of the run."""
-    points: list[tuple[float, bool, float]] = []
     try:
-        for part in text.split(","):
-            place, value = part.split("=")
-            is_relative = place.endswith("%")
-            points.append((float(place.rstrip("%")) / (100 if is_relative else 1), is_relative, float(value)))
-        if not all(0 <= number < math.inf for place, _, value in points for number in (place, value)):
+        pairs = [part.split("=") for part in text.split(",")]
+        relative = tuple(place.endswith("%") for place, _ in pairs)
+        places = tuple(float(place.rstrip("%")) / (100 if "%" in place else 1) for place, _ in pairs)
+        values = tuple(float(value) for _, value in pairs)
+        if not all(0 <= number < math.inf for number in places + values):
             raise ValueError
     except ValueError:
-        raise UsageError(f"{setting}: {text!r} is not a list of place=value, none negative, as {example}") from None
-    for kind in (True, False):
-        same_kind = [place for place, is_relative, _ in points if is_relative is kind]
-        if same_kind != sorted(set(same_kind)):
-            raise UsageError(f"{setting}: the places of {text!r} must be in ascending order")
-    return SchedulePoints(setting, *zip(*points, strict=True))
+        raise UsageError(f"{setting}: {text!r} is not a list of place=value, none negative, e.g. {example}") from None
+    return SchedulePoints(setting, places, relative, values)

@@ -1,4 +1,4 @@
-"""Every setting of a training run, from which the flags of `train.py` are made, and the recipes that set them.
+"""Every setting of a training run, from which its flags are made, and the recipes that set them.
 
 This module, and all that runs before training starts, must not import TensorFlow, so that a usage error is immediate.
 What cannot be used raises a UsageError here and in the modules beside this one; the message names the setting.
@@ -9,15 +9,16 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal, TypeVar
 
 from cifar_towers import registry
 from cifar_towers.config import schedules
-from cifar_towers.errors import TRAINING_ERRORS, DataError, UsageError, count, describe_exit_codes
-from cifar_towers.registry import BUILT_IN, MODELS, OPTIMIZERS, TTA_LEVELS, split_path
-from cifar_towers.user_code import check_function_name, split_function
+from cifar_towers.errors import UsageError, count
+from cifar_towers.registry import BUILT_IN, MODELS, OPTIMIZERS, OPTIMIZERS_BY_LENGTH, TTA_LEVELS, split_path
+from cifar_towers.user_code import check_function_name, find_source, split_function
 
 REST = "the rest"  # group of the setting that holds a program's positional arguments
 RECIPE = "the recipe"  # group of the setting that holds a TrainConfig; each setting of that config is a flag
@@ -25,11 +26,12 @@ MIN_IMAGE_SIZE = 18  # pixels
 MAX_PROFILE_STEPS = 100
 PRECISIONS = ("float32", "bfloat16")
 PRECISION_HELP = "number format the net computes in; auto: bfloat16 if the hardware computes it faster, else float32"
-ERRORS = (UsageError, DataError)  # of every program that reads data
 DEFAULT_RECIPE = "speed94"
 PACKAGE = Path(__file__).resolve().parents[1]
 # An installed copy has the recipes inside the package, a checkout beside it.
 RECIPES = next((place for place in (PACKAGE / "configs", PACKAGE.parent / "configs") if place.is_dir()), PACKAGE)
+PATHS = ("train_dir", "init_from", "out", "runs_dir")  # after `--train_dir=` the shell leaves a ~ as it is
+Config = TypeVar("Config")
 
 
 # A setting: a dataclass field that carries its flag's help, limits and choices ----------------------------------------
@@ -44,6 +46,7 @@ def setting(
     high: float | None = None,
     choices: Sequence[str] | None = None,
     check: Callable[[Any], object] | None = None,
+    required: str = "",
     on_resume: Literal["refuse", "allow"] = "refuse",
     per_worker: bool = False,
     per_run: bool = False,
@@ -52,6 +55,7 @@ def setting(
 
     Args:
       check: validates values other than the default.
+      required: error message if the value is empty; none if the setting may be empty.
       on_resume: what happens if a run is resumed with another value. `refuse`: the setting belongs to the recipe.
       per_worker: workers of one cluster may have different values.
       per_run: runs with different values are still repetitions of one experiment, to be averaged.
@@ -73,7 +77,7 @@ class Section:
 
 
 def names_with(config_class: type, **properties: Any) -> tuple[str, ...]:
-    """Return the names of the settings with these properties, as `names_with(TrainConfig, on_resume="allow")`."""
+    """Return the names of the settings with these properties, e.g. `names_with(TrainConfig, on_resume="allow")`."""
     return tuple(
         field.name
         for field in dataclasses.fields(config_class)
@@ -82,9 +86,14 @@ def names_with(config_class: type, **properties: Any) -> tuple[str, ...]:
 
 
 def check_limits(config: Any) -> None:
-    """Check every field of a config against its `low`, `high`, `choices` and `check`."""
+    """Check every field of a config against its type, `low`, `high`, `choices` and `check`."""
+    field: Any
     for field in dataclasses.fields(config):
-        value, limits = getattr(config, field.name), field.metadata
+        value, limits, kind = getattr(config, field.name), field.metadata, typing.get_origin(field.type) or field.type
+        if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) != (kind is bool):
+            raise UsageError(f"{field.name}={value!r} is not of the type {kind.__name__}")
+        if limits["required"] and not value:
+            raise UsageError(limits["required"])
         if limits["check"] and value != field.default:
             limits["check"](value)
         if limits["choices"] and value not in (*limits["choices"], field.default):
@@ -148,22 +157,17 @@ _reporting = Section("Reporting", per_run=True)
 class DeviceConfig:
     """Settings of the devices that the towers use."""
 
-    exit_codes: ClassVar[str] = describe_exit_codes(*ERRORS)
-
     num_gpus: int = _towers.free(
         0,
-        "number of towers (in a cluster: per worker); 0: one per GPU, without GPUs two (in a cluster: one), and fewer "
+        "number of towers, in a cluster per worker; 0: one per GPU, or two without GPUs (in a cluster one), and fewer "
         "if these cannot divide the batch evenly",
         low=0,
-        high=1024,
     )
     soft_placement: bool = _towers.free(True, "logical devices in place of missing GPUs", per_run=True)
     gpu_memory_limit_mb: int = _towers.free(
         0, "maximum memory on each GPU in MB; 0: no limit", low=0, per_worker=True, per_run=True
     )
-    deterministic: bool = _towers.free(
-        False, "bit-identical results guaranteed by TensorFlow, which fails where an operation cannot give them"
-    )
+    deterministic: bool = _towers.free(False, "bit-identical results, or TensorFlow's error where it has none")
 
     def __post_init__(self):
         check_limits(self)
@@ -173,51 +177,38 @@ class DeviceConfig:
 class TrainConfig(DeviceConfig):
     """Every setting of a training run. Batch sizes and steps are those of all towers together."""
 
-    exit_codes: ClassVar[str] = describe_exit_codes(
-        *ERRORS,
-        *TRAINING_ERRORS,
-        failure="a bug, an error in your code, or no room to save the last checkpoint",
-    )
-
     strategy: str = _towers.free(
         "towers",
         "use of the devices: towers share the batch and the variables; mirrored and multi_worker are replicas of "
-        "tf.distribute, each with its own copy of the variables, in one process or in one process per worker; stages "
-        "hold parts of one net",
+        "tf.distribute, in one process or one per worker; stages hold parts of one net",
         choices=("towers", "mirrored", "multi_worker", "stages"),
     )
     variable_placement: str = _towers.free(
         "",
-        "device of the towers' shared variables; empty: cpu, except round_robin for the speednets on GPUs, as their "
-        "updates are too much work for a host",
+        "device of the towers' shared variables; empty: cpu, or round_robin for the speednets on GPUs",
         choices=("cpu", "round_robin", "least_loaded"),
     )
     batch_statistics: str = _towers.recipe(
         "mean",
-        "statistics of batch normalization: of each tower's shard, with moving statistics that are the mean over the "
-        "towers; or synchronized over the batch",
+        "statistics of batch normalization: of each tower's shard, with the mean over the towers as moving "
+        "statistics; or synchronized over the batch",
         choices=("mean", "synchronized"),
     )
     micro_batches: int = _towers.recipe(
-        1,
-        "gradient accumulation: number of parts in which each tower computes its share of the batch",
-        low=1,
-        high=1024,
+        1, "gradient accumulation: number of parts in which each tower computes its share of the batch", low=1
     )
     log_device_placement: bool = _towers.free(
         False, "logged device of each variable and tower", per_worker=True, per_run=True
     )
 
     workers: str = _cluster.free(
-        "", "host:port of every worker of strategy=multi_worker, as a:5000,b:5000; empty: from TF_CONFIG or Slurm"
+        "", "host:port of every worker of strategy=multi_worker, e.g. a:5000,b:5000; empty: from TF_CONFIG or Slurm"
     )
     worker_index: int = _cluster.free(
         -1, "index of this process; worker 0 writes train_dir; -1: from TF_CONFIG or Slurm's variables", low=-1
     )
 
-    recipe: str = _run.free(
-        "", "recipe to train, a file in configs/; default: speed94, unless --model or --flagfile is given"
-    )
+    recipe: str = _run.free("", "recipe to train, a file in configs/; default: speed94, unless --model is given")
     train_dir: str = _run.free(
         "",
         "directory of everything the run writes; default: runs/<recipe>-seed<seed>, with -<dataset> for data other "
@@ -230,15 +221,11 @@ class TrainConfig(DeviceConfig):
     )
     seed: int = _run.recipe(0, "seed of data order, augmentation and weights", low=0, high=2**31 - 1, per_run=True)
     seeds: str = _run.free(
-        "",
-        "seeds of several runs, one after another, as 0,1,2, with mean and standard deviation; with train_dir, each "
-        "in a folder of it",
-        per_run=True,
+        "", "seeds of several runs, e.g. 0,1,2, which are summarized; each in a folder of train_dir", per_run=True
     )
     init_from: str = _run.recipe(
         "",
-        "directory of a trained run whose newest weights this run starts with; the last layer is new if the classes "
-        "are not the same in the same order",
+        "directory of a trained run, whose newest weights this run starts with where name and shape are equal",
     )
     epochs: float = _run.recipe(8.0, "number of passes over the training set", low=0, high=1e6)
     max_steps: int = _run.free(0, "number of steps after which the run stops and is evaluated; 0: no limit", low=0)
@@ -255,23 +242,19 @@ class TrainConfig(DeviceConfig):
     )
     data_dir: str = _data.free(
         "",
-        "directory of prepared data sets or CIFAR-10's own files, created for a download; default: TFDS_DATA_DIR, or "
-        "TensorFlow Datasets' own",
+        "directory of prepared data sets, or of CIFAR-10's own files; default: that of TensorFlow Datasets",
         per_worker=True,
         per_run=True,
     )
-    validation_examples: int = _data.recipe(0, "training examples held out for validation", low=0, high=45_000)
+    validation_examples: int = _data.recipe(0, "number of training examples held out for validation", low=0)
     image_size: int = _data.recipe(
-        32,
-        "height and width of images in pixels; others are cropped to their central square and resized",
-        low=MIN_IMAGE_SIZE,
-        high=256,
+        32, "height and width in pixels; the central square of other images is resized", low=MIN_IMAGE_SIZE, high=256
     )
     batch_size: int = _data.recipe(1536, "number of examples per step, over all towers", low=1)
     hard_example_pool: int = _data.recipe(
         0,
-        "number of examples drawn per step; the step trains on the batch_size examples with the highest loss under a "
-        "small proxy net; 0: off",
+        "number of examples drawn per step, of which the batch_size with the highest loss under a small proxy net are "
+        "trained on; 0: off",
         low=0,
     )
     flip: str = _data.recipe(
@@ -285,22 +268,20 @@ class TrainConfig(DeviceConfig):
         0, "height and width of the crop in pixels, random in training and central in evaluation; 0: no crop", low=0
     )
     image_size_schedule: str = _data.recipe(
-        "", "size of training images in pixels from an epoch or percentage on, as 0=24,45%=32; empty: image_size"
+        "", "size of training images in pixels from an epoch or percentage on, e.g. 0=24,45%=32; empty: image_size"
     )
-    cutout: int = _data.recipe(
-        0, "height and width in pixels of a random square that is blanked in each training image; 0: none", low=0
-    )
-    brightness: float = _data.recipe(0.0, "largest random change of brightness, in levels of 255", low=0, high=255)
+    cutout: int = _data.recipe(0, "size in pixels of a random square that is blanked in each training image", low=0)
+    brightness: float = _data.recipe(0.0, "largest random change of brightness, in levels of 255", low=0)
     augment: str = _data.recipe(
         "",
-        "your own function (images, draws) that augments normalized training images further, or (images, labels, "
-        "draws), as path/to/file.py:function",
+        "your own function (images, draws) or (images, labels, draws) of normalized training images, as "
+        "path/to/file.py:function",
         check=functools.partial(check_function_name, "augment"),
     )
     contrast: float = _data.recipe(0.0, "largest random change of contrast, as a fraction", low=0, high=1)
     standardize: str = _data.recipe(
         "dataset",
-        "mean and standard deviation that images are normalized with: the data set's, or each image's own",
+        "mean and standard deviation for normalization: the data set's, or each image's own",
         choices=("dataset", "image"),
     )
 
@@ -316,17 +297,13 @@ class TrainConfig(DeviceConfig):
     optimizer: str = _optimizer.recipe(
         "momentum",
         "update rule: momentum, SGD; muon, Muon for convolutions and momentum SGD for the rest; adamw, AdamW",
-        choices=tuple(OPTIMIZERS),
+        choices=OPTIMIZERS,
     )
     learning_rate: float = _optimizer.recipe(0.1, "peak learning rate", low=0)
-    bias_learning_rate: float = _optimizer.recipe(
-        0.0, "peak learning rate of biases and norms; 0: learning_rate", low=0
-    )
-    head_learning_rate: float = _optimizer.recipe(
-        0.0, "peak learning rate of the kernel to the classes; 0: learning_rate", low=0
-    )
+    bias_learning_rate: float = _optimizer.recipe(0.0, "peak rate of biases and norms; 0: learning_rate", low=0)
+    head_learning_rate: float = _optimizer.recipe(0.0, "peak rate of the last layer's kernel; 0: learning_rate", low=0)
     whitening_learning_rate: float = _optimizer.recipe(
-        0.0, "peak learning rate of whitening layers' biases; 0: bias_learning_rate", low=0
+        0.0, "peak rate of whitening layers' biases; 0: bias_learning_rate", low=0
     )
     learning_rate_schedule: str = _optimizer.recipe(
         "linear:0=1,100%=0",
@@ -336,37 +313,24 @@ class TrainConfig(DeviceConfig):
     momentum: float = _optimizer.recipe(0.9, "momentum coefficient of SGD", low=0, high=0.9999)
     nesterov: bool = _optimizer.recipe(False, "Nesterov momentum in SGD")
     muon_momentum: float = _optimizer.recipe(0.655, "momentum coefficient of Muon", low=0, high=0.9999)
-    weight_decay: float = _optimizer.recipe(
-        0.0, "weight decay at learning_rate; all weights of one update rule decay by the same fraction per step", low=0
-    )
-    label_smoothing: float = _optimizer.recipe(
-        0.0, "probability that is spread over all classes in training labels", low=0, high=0.9999
-    )
+    weight_decay: float = _optimizer.recipe(0.0, "weight decay at learning_rate, for all weights alike", low=0)
+    label_smoothing: float = _optimizer.recipe(0.0, "probability spread over all classes in labels", low=0, high=0.9999)
     loss: str = _optimizer.recipe(
         "",
-        "your own function (labels, logits) that returns the loss of each example, in place of the cross entropy, as "
-        "path/to/file.py:function",
+        "your own function (labels, logits) that returns the loss of each example, as path/to/file.py:function",
         check=functools.partial(check_function_name, "loss"),
     )
-    ema_decay: float = _optimizer.recipe(
-        0.0, "decay factor of the weights' exponential moving average; 0: no average", low=0, high=0.999999
-    )
-    lookahead: bool = _optimizer.recipe(
-        False, "Lookahead: every five steps the weights are replaced by a slow average of themselves"
-    )
+    ema_decay: float = _optimizer.recipe(0.0, "decay of the weights' moving average; 0: none", low=0, high=0.999999)
+    lookahead: bool = _optimizer.recipe(False, "Lookahead: a slow average replaces the weights every five steps")
 
     eval_every_epochs: float = _reporting.free(1.0, "epochs between evaluations; 0: only after the last step", low=0)
     tta: int = _reporting.free(
-        0,
-        f"level of test-time augmentation in the final evaluation: {registry.TTA_HELP}",
-        low=0,
-        high=max(TTA_LEVELS),
-        per_run=False,
+        0, f"test-time augmentation at the end: {registry.TTA_HELP}", low=0, high=max(TTA_LEVELS), per_run=False
     )
     summary_every_steps: int = _reporting.free(
-        100, "steps between full summaries; scalars are written ten times as often; 0: only at the last step", low=0
+        100, "steps between summaries, which have scalars ten times as often; 0: only at the last step", low=0
     )
-    profile_steps: str = _reporting.free("", "steps to profile, as 100:110 for the ten after step 100; empty: none")
+    profile_steps: str = _reporting.free("", "steps to profile, e.g. 100:110 for the ten after step 100; empty: none")
     checkpoint_every_steps: int = _reporting.free(
         0, "steps between checkpoints; 0: every half minute and after evaluations, in at most 1 % of the time", low=0
     )
@@ -426,26 +390,23 @@ class TrainConfig(DeviceConfig):
 
     def check_shares(self, num_devices: int) -> None:
         """Check that the towers on this many devices, and their micro-batches, can share a batch."""
-        if uneven := self._describe_uneven_shares(self.num_towers(num_devices)):
+        if uneven := self.describe_uneven_shares(self.num_towers(num_devices)):
             raise UsageError(uneven)
 
     def default_num_towers(self, num_devices: int) -> tuple[int, str]:
         """Return (the largest number of towers that can share a batch, the reason if it is below `num_devices`)."""
-        reason = self._describe_uneven_shares(num_devices)
-        even = [towers for towers in range(1, num_devices) if not self._describe_uneven_shares(towers)]
+        reason = self.describe_uneven_shares(num_devices)
+        even = [towers for towers in range(1, num_devices) if not self.describe_uneven_shares(towers)]
         return (even[-1], reason) if reason and even and self.strategy != "stages" else (num_devices, "")
 
-    def _describe_uneven_shares(self, num_towers: int) -> str:
+    def describe_uneven_shares(self, num_towers: int) -> str:
         """Return an error message with the nearest sizes if the batch cannot be divided evenly; otherwise empty."""
         shares = num_towers * self.micro_batches
-        for name, minimum in (("batch_size", 0), ("hard_example_pool", self.batch_size)):
-            size = getattr(self, name)
-            if size % shares:
-                low = size // shares * shares
-                nearest = " and ".join(str(size) for size in (low, low + shares) if size > minimum)
-                towers = count(num_towers, "tower")
-                towers += f" in {self.micro_batches} micro-batches each" if self.micro_batches > 1 else ""
-                return f"{name}={size} cannot be shared by {towers}; {nearest} can"
+        parts = f" in {self.micro_batches} micro-batches each" if self.micro_batches > 1 else ""
+        for name in ("batch_size", "hard_example_pool"):
+            if (size := getattr(self, name)) % shares:
+                nearest = " and ".join(str(near) for near in (size - size % shares, size + -size % shares) if near)
+                return f"{name}={size} cannot be shared by {count(num_towers, 'tower')}{parts}; {nearest} can"
         return ""
 
 
@@ -519,13 +480,48 @@ def recipe_flagfile(name: str) -> Path:
     return RECIPES / f"{name}.cfg"
 
 
+def read_recipe(name: str) -> dict[str, Any]:
+    """Return the settings in the file of a recipe, which holds a flag a line; no settings if the name is empty."""
+    types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(TrainConfig)}
+    lines = recipe_flagfile(name).read_text().splitlines() if name else []
+    pairs = [line.removeprefix("--").split("=", 1) for line in lines if line.startswith("--")]
+    return {key: types[key](*value) if value else True for key, *value in pairs}
+
+
+def make_config(config_class: type[Config], settings: Mapping[str, Any]) -> Config:
+    """Make the config of a program from settings by name, as a command line or a call from Python gives them.
+
+    The settings of a training override those of its recipe, which is speed94 unless they name another or a model. None
+    stands for the default.
+
+    Raises:
+      UsageError: a value is of a wrong type, out of range or in conflict, or a file of the user's does not exist.
+      TypeError: there is no such setting.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    given |= {name: os.path.expanduser(given[name]) for name in PATHS if name in given}
+    for name in ("model", "augment", "loss"):
+        find_source(name, given.get(name, ""))
+    if config_class is TrainConfig:
+        recipe = given.setdefault("recipe", "" if "model" in given else DEFAULT_RECIPE)
+        given = read_recipe(recipe) | given
+    for holder in names_with(config_class, group=RECIPE):
+        own = set(names_with(config_class)) - {holder}
+        given = {name: given[name] for name in own & given.keys()} | {
+            holder: make_config(TrainConfig, {name: given[name] for name in given.keys() - own})
+        }
+    config = config_class(**given)
+    check_limits(config)
+    return config
+
+
 def recipe_fields(config: TrainConfig) -> dict[str, Any]:
     """Return the settings that decide what is trained: a resumed run and all workers of a cluster have them in common.
 
     `max_steps` belongs to the recipe if a schedule depends on the length of the run.
     """
     by_length = "%" in config.learning_rate_schedule + config.image_size_schedule or config.lookahead
-    by_length |= OPTIMIZERS[config.optimizer].by_length
+    by_length |= config.optimizer in OPTIMIZERS_BY_LENGTH
     left_out = set(names_with(TrainConfig, on_resume="allow"))
     if config.epochs == 0 and by_length:
         left_out -= {"max_steps"}

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from cifar_towers.data.batches import RandomDraws
 from cifar_towers.data.dataset import CIFAR10
-from cifar_towers.registry import TTA_HELP, TTA_LEVELS, TtaView
 
 
 class Augmentation(NamedTuple):
@@ -130,20 +129,15 @@ def _downsampling_matrix(size: int, new_size: int) -> np.ndarray:
 
 
 def tta_views(images: tf.Tensor, level: int) -> list[tuple[float, tf.Tensor]]:
-    """Return (weight, images) of each view of a level of test-time augmentation.
+    """Return (weight, images) of each view of a level of test-time augmentation; the weights sum to 1.
 
-    Raises:
-      ValueError: there is no such level.
+    Level 0 is the images alone. Level 1 adds their mirror images. Level 2 also adds both at half the weight, shifted by
+    a pixel up and left, and down and right, with the border reflected.
+
+    Source: K. Jordan, arXiv 2404.00498.
     """
-    if level not in TTA_LEVELS:
-        raise ValueError(f"tta={level} is not one of {TTA_HELP}")
-    return [(view.weight, _make_view(images, view)) for view in TTA_LEVELS[level]]
-
-
-def _make_view(images: tf.Tensor, view: TtaView) -> tf.Tensor:
-    if view.shift:
-        pad, (height, width) = abs(view.shift), images.shape[1:3]
-        padded = tf.pad(images, [[0, 0], [pad, pad], [pad, pad], [0, 0]], "REFLECT")
-        start = pad + view.shift
-        images = padded[:, start : start + height, start : start + width]
-    return tf.reverse(images, [2]) if view.mirrored else images
+    if level == 0:
+        return [(1.0, images)]
+    padded = tf.pad(images, [[0, 0], [1, 1], [1, 1], [0, 0]], "REFLECT")
+    upright = {1: [(0.5, images)], 2: [(0.25, images), (0.125, padded[:, :-2, :-2]), (0.125, padded[:, 2:, 2:])]}
+    return [(weight, view) for weight, image in upright[level] for view in (image, tf.reverse(image, [2]))]

@@ -5,7 +5,6 @@ The decoded splits are kept in the user's cache directory, so that later starts 
 Source of the images: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
 """
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -14,11 +13,14 @@ import socket
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path, PurePath
+from typing import IO
 
 import numpy as np
 
+from cifar_towers import files
 from cifar_towers.data import tfds_source
 from cifar_towers.data.dataset import Split
+from cifar_towers.data.tfds_source import tfds_directory
 from cifar_towers.errors import DataError, error_line, error_text
 
 log = logging.getLogger(__name__)
@@ -30,9 +32,8 @@ DIGESTS = {  # `Split.digest` of the decoded splits
     "train": "c50e2d9aebe4fd88c438994f8eb0f97707faa404b3760eb30bd3ede49611335a",
     "test": "4b43d2e153a74d4688cbf861a0a06235f0f42c0171aceaf852242dd01a54fc6d",
 }
-ARCHIVE = "cifar-10-binary.tar.gz"
-COPY_NAMES = ("cifar-10-batches-py", "cifar-10-batches-bin", "cifar-10-python.tar.gz", ARCHIVE)
-BATCHES = {  # split -> published file -> its MD5. A binary file has the same name with the suffix .bin
+FOLDER, ARCHIVE = "cifar-10-batches-py", "cifar-10-python.tar.gz"  # the published files, in a folder or packed
+BATCHES = {  # split -> published file -> its MD5
     "train": {
         "data_batch_1": "c99cafc152244af753f735de768cd75f",
         "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
@@ -42,33 +43,26 @@ BATCHES = {  # split -> published file -> its MD5. A binary file has the same na
     },
     "test": {"test_batch": "40351d587109b95175f43aff81a1287e"},
 }
-IMAGE_BYTES = 3 * 32 * 32
 
 
-class DownloadError(DataError):
-    """CIFAR-10 is not on this machine and cannot be downloaded."""
-
-
-def check_available(data_dir: str = "") -> None:
-    """Return if CIFAR-10 is on this machine or its host answers. This takes seconds.
-
-    Raises:
-      DownloadError: neither.
-    """
-    directory = tfds_source.tfds_directory(data_dir)
-    if is_cached() or is_prepared(directory) or _archive(directory).exists() or _find_copies(data_dir):
-        return
+def is_available(data_dir: str = "") -> bool:
+    """Return whether CIFAR-10 is on this machine or its host answers. This takes at most seconds."""
+    if is_prepared(tfds_directory(data_dir)) or _find_copies(data_dir):
+        return True
+    if all(_cached_file(name).is_file() for name in DIGESTS):
+        return True
     try:
         socket.create_connection((SOURCE_HOST, 443), CONNECT_TIMEOUT_SECONDS).close()
-    except OSError as error:
-        raise DownloadError(f"no CIFAR-10 in {directory}, and {SOURCE_HOST} does not answer") from error
+    except OSError:
+        return False
+    return True
 
 
 def load(data_dir: str = "", names: Iterable[str] = tuple(DIGESTS)) -> dict[str, Split]:
     """Return `train`, `test` or both, verified, from the cache or else from TFDS or CIFAR-10's own files.
 
     Raises:
-      DataError: the prepared copy is damaged. DownloadError: there is no copy, and the download fails.
+      DataError: the copy is damaged, or there is none and the download fails.
     """
     return {name: _load_cached(name) or _decode(name, data_dir) for name in names if name in DIGESTS}
 
@@ -78,40 +72,22 @@ def is_prepared(directory: Path) -> bool:
     return (directory / BUILDER / "dataset_info.json").exists()
 
 
-def is_cached() -> bool:
-    """Return whether both decoded splits are in the cache."""
-    return all(_cached_file(name).is_file() for name in DIGESTS)
-
-
 def _decode(name: str, data_dir: str) -> Split:
-    """Decode a split from the first good copy, or download it; then cache it."""
-    directory = tfds_source.tfds_directory(data_dir)
-    for copy in [] if is_prepared(directory) else _find_copies(data_dir):
-        try:
-            split = _read_copy(copy, name)
-            break
-        except Exception as error:  # of an archive that is half downloaded, for example
-            log.warning("%s is not used: %s", copy, error_line(error))
-    else:
-        split = _from_tfds(directory, name)
+    """Decode a split of the copy that TFDS prepared, of CIFAR-10's own files or else of a download; then cache it."""
+    directory = tfds_directory(data_dir)
+    copies = [] if is_prepared(directory) else _find_copies(data_dir)
+    try:
+        if copies:
+            split = _verified(name, *_read_copy(copies[0], name))
+        else:
+            stored = tfds_source.load(BUILDER.replace("/", ":"), directory, 32, [name])[name]
+            split = _verified(name, stored.images, stored.labels)
+    except Exception as error:  # of an archive that is half downloaded, for example
+        place = copies[0] if copies else directory / BUILDER
+        hint = f"delete {place}" if place.exists() else f"put {ARCHIVE} into {directory}"
+        raise DataError(f"CIFAR-10's {name} split: {error_text(error, 400)}; {hint}") from error
     _save_to_cache(name, split)
     return split
-
-
-def _archive(directory: Path) -> Path:
-    return directory / "downloads/manual" / ARCHIVE  # where TFDS expects one that was downloaded by hand
-
-
-def _from_tfds(directory: Path, name: str) -> Split:
-    """Read a split of TFDS's copy, in the order that its digest needs. Download and prepare it first if necessary."""
-    hint, error_type = "delete the copy, and it is prepared again", DataError
-    if not is_prepared(directory):
-        hint, error_type = f"put {ARCHIVE} into {_archive(directory).parent}", DownloadError
-    try:
-        split = tfds_source.load(BUILDER.replace("/", ":"), directory, 32, [name])[name]
-        return _verified(name, split.images, split.labels)
-    except DataError as error:
-        raise error_type(f"CIFAR-10's {name} split: {error}; {hint}") from error
 
 
 def _verified(name: str, images: np.ndarray, labels: np.ndarray) -> Split:
@@ -150,20 +126,18 @@ def _load_cached(name: str) -> Split | None:
 
 
 def _save_to_cache(name: str, split: Split) -> None:
-    """Write a split under another name, then rename it, so that no process reads half of it. Only log a failure."""
+    """Write a split so that no process reads half of it. Only log a failure."""
     path = _cached_file(name)
-    temporary = path.with_suffix(f".{os.getpid()}")
+
+    def write(file: IO[bytes]) -> None:
+        np.save(file, split.images)
+        np.save(file, split.labels)
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            np.save(file, split.images)
-            np.save(file, split.labels)
-        os.replace(temporary, path)
+        files.write_whole(path, write)
     except OSError as error:
         log.info("CIFAR-10 %s cannot be cached (%s); the next start decodes it again", name, error_text(error))
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 # CIFAR-10's own files -------------------------------------------------------------------------------------------------
@@ -172,36 +146,30 @@ def _save_to_cache(name: str, split: Split) -> None:
 def _find_copies(data_dir: str) -> list[Path]:
     """Return the copies in TFDS's directory, Keras's cache and `./data`; only those in `data_dir` if that is given."""
     keras = Path(os.environ.get("KERAS_HOME") or "~/.keras").expanduser() / "datasets/cifar-10-batches-py-target"
-    places = [tfds_source.tfds_directory(data_dir), *([] if data_dir else [keras, Path("data")])]
-    return [path for place in places for path in map(place.joinpath, COPY_NAMES) if path.exists()]
+    places = [tfds_directory(data_dir), *([] if data_dir else [keras, Path("data")])]
+    return [place / name for place in places for name in (FOLDER, ARCHIVE) if (place / name).exists()]
 
 
-def _read_copy(copy: Path, name: str) -> Split:
-    """Return `train` or `test` of a folder or archive, in the order in which TFDS stores the split."""
-    wanted = {batch + suffix for batch in BATCHES[name] for suffix in ("", ".bin")}
+def _read_copy(copy: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return images and labels of `train` or `test` in a folder or archive, in the order in which TFDS stores them."""
+    contents: dict[str, bytes] = {}
     if copy.is_dir():
-        contents = {path.name: path.read_bytes() for path in copy.iterdir() if path.name in wanted}
+        contents = {path.name: path.read_bytes() for path in copy.iterdir() if path.name in BATCHES[name]}
     else:
-        contents = {}
         with tarfile.open(copy) as archive:
             for member in archive:
-                file = archive.extractfile(member) if PurePath(member.name).name in wanted else None
-                if file:
-                    contents[PurePath(member.name).name] = file.read()
+                batch = PurePath(member.name).name
+                if batch in BATCHES[name] and (file := archive.extractfile(member)):
+                    contents[batch] = file.read()
     batches = []
     for batch, md5 in BATCHES[name].items():
-        if content := contents.get(f"{batch}.bin"):
-            records = np.frombuffer(content, np.uint8).reshape(-1, 1 + IMAGE_BYTES)  # a label, then the pixels
-            batches.append((records[:, 0], records[:, 1:]))
-        elif hashlib.md5(contents.get(batch, b"")).hexdigest() != md5:
+        if hashlib.md5(contents.get(batch, b"")).hexdigest() != md5:
             raise ValueError(f"{batch} is missing or not the published file")
-        else:  # a pickle that is known executes nothing
-            values = pickle.loads(contents[batch], encoding="bytes")
-            batches.append((np.array(values[b"labels"]), values[b"data"]))
+        values = pickle.loads(contents[batch], encoding="bytes")  # a pickle that is known executes nothing
+        batches.append((np.array(values[b"labels"]), values[b"data"]))
     labels, pixels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
     order = stored_order(name, len(labels))
-    images = pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    return _verified(name, images[order], labels[order])
+    return pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)[order], labels[order]
 
 
 def stored_order(name: str, count: int) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+SPLITS = ("train", "validation", "test")
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PIXELS_PER_CHUNK = 10_000_000  # counted at a time
 
@@ -70,33 +71,31 @@ class Dataset(NamedTuple):
 
     def digests(self) -> dict[str, str]:
         """Return the digest of each split that has examples, by the split's name."""
-        splits = {name: getattr(self, name) for name in ("train", "validation", "test")}
+        splits = {name: getattr(self, name) for name in SPLITS}
         return {name: split.digest for name, split in splits.items() if len(split.labels)}
 
     def changed_splits(self, metadata: Mapping[str, Any]) -> list[str]:
         """Return the splits that differ from those whose digests a checkpoint's metadata has, or are new or missing."""
-        names, digests = ("train", "validation", "test"), self.digests()
-        return [name for name in names if digests.get(name) != metadata.get(f"{name}_sha256")]
+        digests = self.digests()
+        return [name for name in SPLITS if digests.get(name) != metadata.get(f"{name}_sha256")]
 
 
 def split_validation(train: Split, count: int) -> tuple[Split, Split]:
     """Return (training, validation); the `count` examples held out are the same in every run."""
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(train.labels))
-    rest, held_out = np.sort(order[: len(order) - count]), np.sort(order[len(order) - count :])
-    return (train.take(rest) if count else train), train.take(held_out)
+    rest, held_out = np.split(order, [max(0, len(order) - count)])
+    return (train.take(np.sort(rest)) if count else train), train.take(np.sort(held_out))
 
 
 def moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation per channel of [n, H, W, C] uint8 images; a deviation of 0 becomes 1."""
-    levels = np.arange(256)
+    """Return mean and standard deviation per channel of [n, H, W, 3] uint8 images; a deviation of 0 becomes 1."""
+    levels, counts = np.arange(256), np.zeros([3, 256])
+    for part in chunks(images, PIXELS_PER_CHUNK):
+        counts += np.reshape(Image.fromarray(part.reshape(1, -1, 3)).histogram(), [3, 256])
     means, stds = [], []
-    for channel in range(images.shape[3]):
-        parts = chunks(images[..., channel, None], PIXELS_PER_CHUNK)
-        counts = sum(np.array(Image.fromarray(part.reshape(len(part), -1)).histogram()) for part in parts)
-        frequencies = counts / images[..., channel].size
-        mean = float(frequencies @ levels)
-        means.append(mean)
-        stds.append(float(np.sqrt(frequencies @ (levels - mean) ** 2)) or 1.0)
+    for frequencies in counts / counts[0].sum():
+        means.append(float(frequencies @ levels))
+        stds.append(float(np.sqrt(frequencies @ (levels - means[-1]) ** 2)) or 1.0)
     return tuple(means), tuple(stds)
 
 

@@ -1,95 +1,208 @@
-"""The common part of a user's own data sets: the order of the examples, the test split, and how they are read."""
+"""Data sets of the user's own: a folder of pictures by class, a table (CSV) of pictures, or a file of arrays (.npz)."""
 
-import functools
+import csv
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from cifar_towers.data import image_files
-from cifar_towers.data.dataset import DatasetInfo, Split, moments
-from cifar_towers.errors import listed
+from cifar_towers.data.dataset import SPLITS, DatasetInfo, Split, moments
+from cifar_towers.errors import DataError, listed, printable
+from cifar_towers.registry import CSV, FOLDER, NPZ
 
-SPLITS = ("train", "validation", "test")
+log = logging.getLogger(__name__)
+
+Examples: TypeAlias = tuple[Sequence[Any], np.ndarray]  # n files or arrays of images, and their classes [n] int64
+Scanned: TypeAlias = tuple[tuple[str, ...], dict[str, Examples]]  # names of the classes, and the splits
+
 TEST_FRACTION = 0.2  # of each class, if there is no test split
+LAYOUT = "pictures must be <class>/*, or train/<class>/*, test/<class>/* and, if there are any, validation/<class>/*"
+COLUMNS = "the columns of the first line must be file,label or file,label,split, with commas, in UTF-8"
+ROWS = "each row must have a value for each column, another file, and the split train, validation or test"
+ARRAYS = "the arrays must be x_train, y_train, x_test and y_test, and may be x_validation, y_validation and class_names"
+IMAGES = "images must be uint8, (n, size, size, 3) or (n, size, size), with levels from 0 to 255"
+LABELS = "labels must be whole numbers, (n,), from 0 to the number of classes - 1"
 
 
-class OwnData(NamedTuple):
-    """The examples of a user's data set, located but not read."""
+def locate(prefix: str, root: Path) -> Callable[[int, Sequence[str]], dict[str, Split]]:
+    """List the examples of a data set, in the order of their hashes, and read arrays, but no pictures.
 
-    class_names: tuple[str, ...]
-    splits: Mapping[str, tuple[Sequence[Any], np.ndarray]]  # name in `SPLITS` -> n items, and their classes [n] int64
-    read: Callable[[Sequence[Any], int], np.ndarray]  # (items, image size S) -> [n, S, S, 3] uint8
-    hash_of: Callable[[Any], bytes]  # stays the same when the data are moved
+    In this order the first examples are a random sample of the split. If there is no test split, a fifth of each class
+    becomes the test split.
+
+    Args:
+      prefix: kind of the data set, a key of `SCANS`.
+
+    Returns:
+      A function (image size, names of splits) -> those of the splits that exist. Mean and deviation are those of the
+      first, train if it is read.
+
+    Raises:
+      DataError: the data cannot be read or have another layout, a split is empty, or a class has no training images.
+    """
+    try:
+        class_names, scanned = SCANS[prefix](root)
+        splits = {name: _sort(*scanned[name], root) for name in SPLITS if name in scanned}
+        if empty := [name for name, (items, _) in splits.items() if not len(items)]:
+            raise ValueError(f"{empty[0]} has no images")
+        if "train" in splits:
+            if "test" not in splits:
+                log.info("%s", printable(f"{prefix}{root}: there is no test split, so a fifth of each class is one"))
+                splits["train"], splits["test"] = _hold_out(*splits["train"])
+            counts = np.bincount(splits["train"][1], minlength=len(class_names))
+            if missing := [name for name, count in zip(class_names, counts, strict=True) if not count]:
+                raise ValueError(f"there are no images of {listed(missing)} to train on")
+    except (OSError, ValueError) as error:
+        raise DataError(f"dataset={prefix}{root}: {error}") from error
+
+    def read(image_size: int, names: Sequence[str]) -> dict[str, Split]:
+        found = {name: split for name, split in splits.items() if name in names}
+        images = {name: _read(items, image_size) for name, (items, _) in found.items()}
+        if not found:
+            return {}
+        info = DatasetInfo(class_names, image_size, *moments(next(iter(images.values()))))
+        return {name: Split(images[name], labels, info) for name, (_, labels) in found.items()}
+
+    return read
 
 
-def of_files(root: Path, files: Mapping[str, Mapping[Path, str]], classes: Mapping[str, Collection[str]]) -> OwnData:
-    """Return the data set of image files below `root`.
+def _sort(items: Sequence[Any], labels: np.ndarray, root: Path) -> Examples:
+    """Sort examples by hashes that stay the same when the data are moved."""
+    hashes = [_hash(item, root) for item in items]
+    return _take(items, labels, sorted(range(len(items)), key=hashes.__getitem__))
+
+
+def _hash(item: Path | np.ndarray, root: Path) -> bytes:
+    if isinstance(item, np.ndarray):
+        return hashlib.sha256(item.tobytes()).digest()
+    folder = "" if item.parent == root.parent else item.parent.name  # the folder of a table may be renamed
+    return hashlib.sha256(os.fsencode(f"{folder}/{item.name}")).digest()
+
+
+def _take(items: Sequence[Any], labels: np.ndarray, places: Sequence[int] | np.ndarray) -> Examples:
+    return [items[place] for place in places], labels[np.array(places, np.int64)]
+
+
+def _hold_out(items: Sequence[Any], labels: np.ndarray) -> tuple[Examples, Examples]:
+    """Return (train, test): test has the first examples of each class, a fifth of them but at least one."""
+    held_out = np.zeros(len(labels), bool)
+    for number in {*labels.tolist()}:
+        places = np.flatnonzero(labels == number)
+        held_out[places[: max(1, round(TEST_FRACTION * len(places)))]] = True
+    return _take(items, labels, np.flatnonzero(~held_out)), _take(items, labels, np.flatnonzero(held_out))
+
+
+def _read(items: Sequence[Any], image_size: int) -> np.ndarray:
+    """Return the images of files or of arrays: [n, image_size, image_size, 3] uint8."""
+    if isinstance(items[0], Path):
+        return image_files.read_all(items, image_size)
+    levels = np.stack(items)
+    colored = levels if levels.ndim == 4 else np.repeat(levels[..., None], 3, axis=3)
+    return image_files.resize_all(colored, image_size)
+
+
+# The three layouts ----------------------------------------------------------------------------------------------------
+
+
+def _scan_folder(root: Path) -> Scanned:
+    """List the pictures `<root>/<class>/*`, or `<root>/<split>/<class>/*` if a folder has the name of a split."""
+    folders, others = _list_entries(root)
+    split_folders = {folder.name: folder for folder in folders if folder.name in SPLITS}
+    if split_folders and (beside := [folder.name for folder in folders if folder.name not in SPLITS]):
+        raise ValueError(f"{listed(beside)} is beside the folder of a split; {LAYOUT}")
+    files: dict[str, dict[Path, str]] = {}
+    classes: dict[str, list[str]] = {}
+    left_out = {*others}
+    for split, split_folder in (split_folders or {"train": root}).items():
+        class_folders, others = _list_entries(split_folder)
+        left_out |= {*others}
+        classes[split], files[split] = [folder.name for folder in class_folders], {}
+        for folder in class_folders:
+            deeper, entries = _list_entries(folder)
+            if deeper:
+                raise ValueError(f"{deeper[0]} is a folder in the folder of a class; {LAYOUT}")
+            pictures = [path for path in entries if image_files.is_picture(path)]
+            left_out |= {*entries}.difference(pictures)
+            files[split] |= dict.fromkeys(pictures, folder.name)
+    if left_out:
+        line = f"folder:{root}: {len(left_out)} left out: hidden, of another type, or in no folder of a class"
+        log.info("%s", printable(line))
+    return _number_classes(files, classes)
+
+
+def _list_entries(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the visible subfolders of a folder, sorted, and its other entries."""
+    folders: list[Path] = []
+    others: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        (folders if path.is_dir() and not path.name.startswith(".") else others).append(path)
+    return folders, others
+
+
+def _scan_table(table: Path) -> Scanned:
+    """List the pictures of a table with the columns `file`, `label` and perhaps `split`; files are relative to it."""
+    files: dict[str, dict[Path, str]] = {}
+    with table.open(encoding="utf-8-sig", newline="") as lines:
+        rows = csv.DictReader(lines)
+        columns = rows.fieldnames or []
+        if sorted(columns) not in (["file", "label"], ["file", "label", "split"]):
+            raise ValueError(f"its columns are {', '.join(columns)}; {COLUMNS}")
+        for row in rows:
+            cells = {name: (row[name] or "").strip() for name in columns}
+            path, split = table.parent / cells["file"], cells.get("split", "train")
+            is_listed = any(path in of_split for of_split in files.values())
+            if None in row or not all(cells.values()) or split not in SPLITS or is_listed:
+                raise ValueError(f"line {rows.line_num} is {','.join(cells.values())}; {ROWS}")
+            files.setdefault(split, {})[path] = cells["label"]
+    return _number_classes(files, {split: {*labels.values()} for split, labels in files.items()})
+
+
+def _number_classes(files: Mapping[str, Mapping[Path, str]], classes: Mapping[str, Collection[str]]) -> Scanned:
+    """Return the sorted names of the classes, those of train if there is one, and the files with their numbers.
 
     Args:
       files: split -> file -> name of its class.
       classes: split -> names of its classes, also of those without files.
-
-    Raises:
-      ValueError: a split has a class that train lacks.
     """
     class_names = tuple(sorted(classes.get("train") or {name for names in classes.values() for name in names}))
-    numbers = {name: number for number, name in enumerate(class_names)}
     for split, names in classes.items():
         if unknown := sorted({*names}.difference(class_names)):
             raise ValueError(f"{split} has the classes {listed(unknown)}, and train only {listed(class_names)}")
-    splits = {
+    numbers = {name: number for number, name in enumerate(class_names)}
+    return class_names, {
         split: ([*labels], np.array([numbers[name] for name in labels.values()], np.int64))
         for split, labels in files.items()
     }
-    return OwnData(class_names, splits, image_files.read_all, functools.partial(_hash_name, root))
 
 
-def complete(data: OwnData) -> OwnData:
-    """Put the examples in the order of their hashes, and hold out a fifth of each class if there is no test split.
-
-    In this order the first examples are a random sample of the split.
-
-    Raises:
-      ValueError: a split is empty, or a class has no example to train on.
-    """
-    splits = {}
-    for name in (name for name in SPLITS if name in data.splits):
-        items, labels = data.splits[name]
-        if not len(items):
-            raise ValueError(f"{name} has no images")
-        hashes = [data.hash_of(item) for item in items]
-        splits[name] = _take(items, labels, np.array(sorted(range(len(items)), key=hashes.__getitem__)))
-    if "train" in splits:
-        items, labels = splits["train"]
-        if "test" not in splits:
-            held_out = np.zeros(len(labels), bool)
-            for number in range(len(data.class_names)):
-                places = np.flatnonzero(labels == number)
-                held_out[places[: max(1, round(TEST_FRACTION * len(places)))]] = True
-            splits["test"] = _take(items, labels, np.flatnonzero(held_out))
-            splits["train"] = _take(items, labels, np.flatnonzero(~held_out))
-        counts = np.bincount(splits["train"][1], minlength=len(data.class_names))
-        if missing := [name for name, count in zip(data.class_names, counts, strict=True) if not count]:
-            raise ValueError(f"there are no images of {listed(missing)} to train on")
-    return data._replace(splits=splits)
+def _scan_arrays(path: Path) -> Scanned:
+    """Read the arrays of a file. Without `class_names`, the names of the classes are their numbers."""
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    names = arrays.pop("class_names", None)
+    present = [split for split in SPLITS if f"x_{split}" in arrays]
+    if not present or {*arrays} != {f"{kind}_{split}" for kind in "xy" for split in present}:
+        raise ValueError(f"its arrays are {listed([*arrays], 10)}; {ARRAYS}")
+    splits: dict[str, Examples] = {}
+    for split in present:
+        images, labels = arrays[f"x_{split}"], arrays[f"y_{split}"]
+        is_square = images.ndim in (3, 4) and images.shape[1] == images.shape[2] and images.shape[3:] in ((), (3,))
+        if images.dtype != np.uint8 or not is_square or images.max() < 2:
+            raise ValueError(f"x_{split} is {images.dtype} {images.shape}, up to {images.max()}; {IMAGES}")
+        if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
+            raise ValueError(f"y_{split} is {labels.dtype} {labels.shape}; {LABELS}")
+        names = np.arange(int(labels.max()) + 1) if names is None else names
+        if labels.min() < 0 or labels.max() >= len(names):
+            raise ValueError(f"y_{split} is {labels.min()} to {labels.max()}, of {len(names)} classes; {LABELS}")
+        splits[split] = [*images], labels.astype(np.int64)
+    if len({*names.tolist()}) < len(names):
+        raise ValueError("class_names has a name twice")
+    return tuple(map(str, names.tolist())), splits
 
 
-def load(data: OwnData, image_size: int, names: Sequence[str]) -> dict[str, Split]:
-    """Read the splits of these names that exist. Mean and deviation are those of the first, train if it is read."""
-    found = {name: split for name, split in data.splits.items() if name in names}
-    images = {name: data.read(items, image_size) for name, (items, _) in found.items()}
-    info = DatasetInfo(data.class_names, image_size, *moments(next(iter(images.values())))) if images else DatasetInfo()
-    return {name: Split(images[name], labels, info) for name, (_, labels) in found.items()}
-
-
-def _take(items: Sequence[Any], labels: np.ndarray, places: np.ndarray) -> tuple[list[Any], np.ndarray]:
-    return [items[place] for place in places], labels[places]
-
-
-def _hash_name(root: Path, path: Path) -> bytes:
-    folder = "" if path.parent == root else path.parent.name  # the name of the root may change
-    return hashlib.sha256(os.fsencode(f"{folder}/{path.name}")).digest()
+SCANS = {FOLDER: _scan_folder, CSV: _scan_table, NPZ: _scan_arrays}

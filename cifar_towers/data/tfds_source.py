@@ -71,14 +71,14 @@ def locate(name: str, directory: Path) -> tuple[str, ...]:
 def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> dict[str, Split]:
     """Return those of train and test that are wanted and exist, each image's central square resized to `image_size`.
 
-    If the name has a *, return the test split of each wanted config instead. The test split is `test`; `validation`, if
-    there is no test; otherwise the last fifth of `train`.
+    If the name has a *, `wanted` are configs, and the test split of each is returned. The test split is `test`;
+    `validation`, if there is no test; otherwise the last fifth of `train`.
 
     Raises:
       DataError: the data set cannot be downloaded or read, or is not images with one class each.
     """
     if "*" in name:
-        names = {config: f"{name.partition('/')[0]}/{config}" for config in locate(name, directory) if config in wanted}
+        names = {config: f"{name.partition('/')[0]}/{config}" for config in wanted}
         return {config: load(names[config], directory, image_size, ["test"])["test"] for config in names}
     tfds, builder = import_tfds(), make_builder(name, directory)
     try:
@@ -123,8 +123,6 @@ def _read(builder: Builder, split: str, image: str, label: str, image_size: int)
     images, labels = [], []
     for example in tfds.as_numpy(builder.as_dataset(split=split, shuffle_files=False, read_config=config)):
         levels = example[image]
-        if levels.dtype != np.uint8 or example[label] < 0:
-            raise DataError(f"{split} has images of {levels.dtype} or without a class, and needs uint8 with a class")
         picture = Image.fromarray(levels.squeeze(-1) if levels.shape[-1] == 1 else levels)
         images.append(image_files.to_levels(picture, image_size))
         labels.append(example[label])

@@ -23,11 +23,11 @@ min: of all its processes, with start, compilation and evaluation
 val: on the validation images, not on the test images"""
 
 
-def find_runs(root: Path, pattern: str = "*") -> list[RunRecord]:
+def find_runs(root: Path, *patterns: str) -> list[RunRecord]:
     """Read the runs in and below `root`, sorted by directory. A damaged run is left out, and a line says so.
 
     Args:
-      pattern: a pattern of the shell, for a run's path below `root`, its name, or its whole path.
+      patterns: patterns of the shell, for a run's path below `root`, its name, or its whole path; default: all runs.
 
     Raises:
       UsageError: there is no such directory.
@@ -37,7 +37,7 @@ def find_runs(root: Path, pattern: str = "*") -> list[RunRecord]:
     found = []
     for directory in sorted(path.parent for path in root.rglob(files.CONFIG)):
         names = (str(directory.relative_to(root)), directory.name, str(directory))
-        if any(fnmatch.fnmatch(name, pattern) for name in names):
+        if any(fnmatch.fnmatch(name, pattern) for name in names for pattern in patterns or ("*",)):
             try:
                 found.append(read_run(directory, str(directory.relative_to(root))))
             except (UsageError, DataError) as error:

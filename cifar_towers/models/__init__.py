@@ -1,6 +1,6 @@
 """The models by name: functions that return a Keras model, [B, H, W, 3] images -> [B, num_classes] logits.
 
-A new model is an entry here and its spec in `registry.MODELS`.
+A new model is an entry here and its name in `registry.MODELS`.
 """
 
 from collections.abc import Callable

@@ -86,9 +86,9 @@ class BatchNorm(keras.layers.Layer):
         gamma = tf.ones_like(beta) if self.gamma is None else tf.convert_to_tensor(self.gamma.value)
         if not training:
             mean, variance = (tf.convert_to_tensor(v.value) for v in (self.moving_mean, self.moving_variance))
-            return _normalize(inputs, gamma, beta, mean, variance, self.epsilon)
+            return _normalize(inputs, gamma, beta, mean, variance)
         if self.synchronized and num_replicas() > 1:
-            normalized, mean, variance = _synchronized_batch_norm(inputs, gamma, beta, self.epsilon)
+            normalized, mean, variance = _synchronized_batch_norm(inputs, gamma, beta)
         else:
             normalized, mean, variance = tf.compat.v1.nn.fused_batch_norm(inputs, gamma, beta, epsilon=self.epsilon)
         self.moving_mean.assign(self.momentum * self.moving_mean + (1 - self.momentum) * mean)
@@ -96,18 +96,17 @@ class BatchNorm(keras.layers.Layer):
         return normalized
 
 
-def _normalize(
-    images: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor, epsilon: float
-) -> tf.Tensor:
+def _normalize(images: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor) -> tf.Tensor:
     """Compute gamma (images - mean) / sqrt(variance + epsilon) + beta, per channel."""
     return tf.compat.v1.nn.fused_batch_norm(
-        images, gamma, beta, mean=mean, variance=variance, epsilon=epsilon, is_training=False
+        images, gamma, beta, mean=mean, variance=variance, epsilon=BatchNorm.epsilon, is_training=False
     )[0]
 
 
+@tf.custom_gradient
 def _synchronized_batch_norm(
-    images: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor, epsilon: float
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    images: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor
+) -> tuple[tuple[tf.Tensor, tf.Tensor, tf.Tensor], Callable]:
     """Normalize a shard [B/K, H, W, C] by the moments of all towers' shards together.
 
     The gradient is that of the norm of the whole batch (S. Ioffe and C. Szegedy, arXiv 1502.03167, section 3), with its
@@ -116,44 +115,42 @@ def _synchronized_batch_norm(
     Returns:
       The normalized shard, and the mean [C] and unbiased variance [C] of the batch.
     """
-
     positions = float(images.shape[:3].num_elements())  # values per channel
+    mean, variance = _join_moments(*_moments(images))
 
-    @tf.custom_gradient
-    def norm(images: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor) -> tuple[tuple[tf.Tensor, ...], Callable]:
-        local_mean, local_variance = _moments(images)
-        mean = all_reduce_mean(local_mean)
-        variance = all_reduce_mean(local_variance + tf.square(local_mean - mean))
+    def gradient(upstream: tf.Tensor, *_: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        to_images, to_gamma, to_beta, *_ = tf.raw_ops.FusedBatchNormGradV3(
+            y_backprop=upstream,
+            x=images,
+            scale=gamma,
+            reserve_space_1=mean,
+            reserve_space_2=variance,
+            reserve_space_3=tf.zeros([], tf.float32),
+            epsilon=BatchNorm.epsilon,
+            is_training=False,
+        )
+        sums = all_reduce_mean(tf.stack([to_beta, to_gamma])) / positions
+        inverse_std = tf.math.rsqrt(variance + BatchNorm.epsilon)
+        slope = gamma * tf.square(inverse_std) * sums[1]
+        shift = gamma * inverse_std * sums[0] - slope * mean
+        through_moments = tf.cast(tf.cast(images, tf.float32) * slope + shift, images.dtype)
+        return to_images - through_moments, to_gamma, to_beta
 
-        def gradient(upstream: tf.Tensor, *_: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            to_images, to_gamma, to_beta, *_ = tf.raw_ops.FusedBatchNormGradV3(
-                y_backprop=upstream,
-                x=images,
-                scale=gamma,
-                reserve_space_1=mean,
-                reserve_space_2=variance,
-                reserve_space_3=tf.zeros([], tf.float32),
-                epsilon=epsilon,
-                is_training=False,
-            )
-            sums = all_reduce_mean(tf.stack([to_beta, to_gamma])) / positions
-            inverse_std = tf.math.rsqrt(variance + epsilon)
-            slope = gamma * tf.square(inverse_std) * sums[1]
-            shift = gamma * inverse_std * sums[0] - slope * mean
-            through_moments = tf.cast(tf.cast(images, tf.float32) * slope + shift, images.dtype)
-            return to_images - through_moments, to_gamma, to_beta
-
-        count = positions * num_replicas()
-        unbiased = variance * (count / (count - 1))
-        return (_normalize(images, gamma, beta, mean, variance, epsilon), mean, unbiased), gradient
-
-    return norm(images, gamma, beta)
+    count = positions * num_replicas()
+    unbiased = variance * (count / (count - 1))
+    return (_normalize(images, gamma, beta, mean, variance), mean, unbiased), gradient
 
 
 @fused
 def _moments(images: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Compute the mean and variance of each channel, in float32."""
     return tf.nn.moments(tf.cast(images, tf.float32), [0, 1, 2])
+
+
+def _join_moments(local_mean: tf.Tensor, local_variance: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Compute the moments of the whole batch from those of this tower's shard."""
+    mean = all_reduce_mean(local_mean)
+    return mean, all_reduce_mean(local_variance + tf.square(local_mean - mean))
 
 
 BATCH_NORMS = (BatchNorm, keras.layers.BatchNormalization)
@@ -176,9 +173,7 @@ class _SynchronizedMoments(keras.layers.BatchNormalization):
     """Keras's batch norm with the moments of the whole batch, not of the tower's shard."""
 
     def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
-        local_mean, local_variance = super()._moments(inputs, mask)
-        mean = all_reduce_mean(local_mean)
-        return mean, all_reduce_mean(local_variance + tf.square(local_mean - mean))
+        return _join_moments(*super()._moments(inputs, mask))
 
 
 @keras.saving.register_keras_serializable("cifar_towers")

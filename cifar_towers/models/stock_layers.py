@@ -32,14 +32,15 @@ def to_stock_layers(model: keras.Model) -> keras.Model:
 
 
 def _same_layer(layer: keras.layers.Layer) -> LayerAndWeights:
-    """Return a layer of the same type and configuration, and the weights of `layer`."""
-    return type(layer).from_config(_settings(layer)), layer.get_weights()
+    """Return Keras's layer of the same configuration, and the weights of `layer`.
 
-
-def _convolution(layer: Conv2D | Whitening) -> LayerAndWeights:
-    settings = _settings(layer)
+    Initializers become zeros, because they may be the project's.
+    """
+    settings = layer.get_config()
+    settings |= {name: "zeros" for name in settings if name.endswith("_initializer")}
     settings.pop("even_output", None)  # the pooling behind it discards the rest
-    return keras.layers.Conv2D.from_config(settings), layer.get_weights()
+    kind = keras.layers.Conv2D if isinstance(layer, (Conv2D, Whitening)) else type(layer)
+    return kind.from_config(settings), layer.get_weights()
 
 
 def _batch_norm(layer: BatchNorm) -> LayerAndWeights:
@@ -77,19 +78,13 @@ def _activation(layer: Activation) -> LayerAndWeights:
     return keras.Model(x, 0.5 * x * (1 + keras.ops.erf(x * 0.5**0.5)), name=layer.name), []
 
 
-def _settings(layer: keras.layers.Layer) -> dict[str, Any]:
-    """Return a layer's configuration with zero initializers: they may be the project's, and weights are set later."""
-    settings = layer.get_config()
-    return settings | {name: "zeros" for name in settings if name.endswith("_initializer")}
-
-
 def _common(layer: keras.layers.Layer) -> dict[str, Any]:
     return {"name": layer.name, "dtype": layer.dtype_policy}
 
 
 STOCK_EQUIVALENTS: dict[type, Callable[..., LayerAndWeights]] = {
-    Conv2D: _convolution,
-    Whitening: _convolution,
+    Conv2D: _same_layer,
+    Whitening: _same_layer,
     BatchNorm: _batch_norm,
     Activation: _activation,
     PadChannels: _pad_channels,

@@ -27,8 +27,8 @@ def build_model(function: Callable[..., keras.Model], image_size: int, num_class
     Arguments of `function` that are called `image_size`, `num_classes` or `dtype` get their values.
 
     Raises:
-      UsageError: the function returns no Keras model, or one that overrides what `fit` calls, or one with variables
-        that it has not just made: they would keep what an earlier run trained.
+      UsageError: the model overrides what `fit` calls, or has variables that the function has not just made: they would
+        keep what an earlier run trained.
     """
     created: list[tf.Variable] = []
 
@@ -42,8 +42,6 @@ def build_model(function: Callable[..., keras.Model], image_size: int, num_class
     try:
         with tf.variable_creator_scope(record):
             model = function(**{name: value for name, value in arguments.items() if name in parameters})
-            if not isinstance(model, keras.Model):
-                raise UsageError(f"--model returns {type(model).__name__}, not a Keras model")
             functional = _as_functional(model, image_size)
     finally:
         keras.config.set_dtype_policy(policy_before)

@@ -106,10 +106,8 @@ def _from_tf_config(content: Mapping[str, Any]) -> tuple[list[str], int]:
     A `chief` is worker 0.
     """
     chiefs, workers = (content["cluster"].get(kind, []) for kind in ("chief", "worker"))
-    kind, index = content["task"]["type"], int(content["task"]["index"])
-    if kind not in ("chief", "worker"):
-        raise UsageError(f"TF_CONFIG: a task of type {kind} trains nothing; write worker, or chief for worker 0")
-    return [*chiefs, *workers], index + (len(chiefs) if kind == "worker" else 0)
+    first_index = {"chief": 0, "worker": len(chiefs)}[content["task"]["type"]]  # no other task trains
+    return [*chiefs, *workers], first_index + int(content["task"]["index"])
 
 
 def _from_slurm(environment: Mapping[str, str]) -> tuple[list[str], int]:

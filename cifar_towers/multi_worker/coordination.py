@@ -20,7 +20,6 @@ from tensorflow.python.eager import context
 
 from cifar_towers.errors import Interrupted, RunError, WorkerLostError, error_line, printable
 from cifar_towers.multi_worker.cluster_spec import ALONE, ClusterSpec, Workers
-from cifar_towers.towers.devices import describe_out_of_memory
 
 JOIN_TIMEOUT_SECONDS = 60  # for the last worker to come
 HEARTBEAT_TIMEOUT_SECONDS = 10  # a worker that is silent for so long is lost
@@ -85,12 +84,14 @@ def _explain(cluster: ClusterSpec, error: BaseException) -> RunError | None:
     index = int(task[1]) if task else 0 if SERVICE in text else cluster.size
     if index >= cluster.size or (index == cluster.index and not unreachable):
         return None
-    if reason := describe_out_of_memory(failure):
-        return RunError(f"{cluster.name(index)} ended: {reason}")
+    if "OOM when allocating" in text:
+        return RunError(f"{cluster.name(index)} ran out of memory")
     silent = "heartbeat" in text
-    reason = f"sent no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS} s" if silent else "cannot be reached"
-    advice = "start all of them again with the same list to resume from the last checkpoint"
-    return WorkerLostError(f"{cluster.name(index)} {reason}; launch.py restarts the workers; without it, {advice}")
+    reason = f"sent no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS} s" if silent else "was lost"
+    return WorkerLostError(
+        f"{cluster.name(index)} {reason}; the launcher restarts the workers; without it, start all of them again with "
+        "the same list to resume from the last checkpoint"
+    )
 
 
 # Values ---------------------------------------------------------------------------------------------------------------

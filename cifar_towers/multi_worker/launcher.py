@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from cifar_towers.errors import DataError, DivergedError, UsageError, interrupt_exit_code
 from cifar_towers.signals import StopSignals
@@ -18,12 +19,7 @@ EXIT_TIMEOUT_SECONDS = 15.0  # for the other workers to exit once one has failed
 Started = tuple[subprocess.Popen, threading.Thread | None]  # a process, and the thread that prints its output
 
 
-def launch(
-    command: Sequence[str],
-    num_workers: int,
-    max_restarts: int,
-    log: Callable[[str], None],
-) -> int:
+def launch(command: Sequence[str], num_workers: int, max_restarts: int, log: Callable[[str], None]) -> int:
     """Run a training in `num_workers` local workers, or in one process if it is 0; return its exit code.
 
     Workers meet on the loopback interface, with flags of their own after `command`. A single process may be part of a
@@ -104,18 +100,12 @@ def _start(command: Sequence[str], environment: Mapping[str, str] = {}, prefix: 
 
     It has a process group of its own: after Ctrl-C it gets the signal from this process, and not from the terminal too.
     """
-    environment = {**os.environ, **environment}
-    if not prefix:
-        return subprocess.Popen(command, env=environment, process_group=0), None
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     process = subprocess.Popen(
-        command,
-        env=environment,
-        process_group=0,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
+        command, env={**os.environ, **environment}, process_group=0, **(output if prefix else {})
     )
+    if not prefix:
+        return process, None
     reader = threading.Thread(target=_print_lines, args=(process.stdout, prefix), daemon=True)
     reader.start()
     return process, reader

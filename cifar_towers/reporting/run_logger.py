@@ -8,6 +8,7 @@ import numbers
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -453,7 +454,7 @@ def describe_run(setup: RunSetup, variables: Mapping[str, tf.Variable]) -> dict[
 def describe_machine() -> dict[str, Any]:
     """Return command, versions, processor and git revision of this process."""
     return {
-        "command": ["python", *sys.argv] if sys.argv[0].endswith(".py") else sys.argv,
+        "command": ["cifar-towers" if sys.argv[0].endswith("__main__.py") else sys.argv[0], *sys.argv[1:]],
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": cpuinfo("model name") or platform.processor() or platform.machine(),
@@ -469,10 +470,11 @@ def next_commands(config: TrainConfig, banner: str) -> list[str]:
     run = [f"--train_dir={config.directory}", *([f"--model={config.model}"] if config.user_model else [])]
     data = [f"--dataset={config.dataset}"] if split_path(config.dataset)[0] else []  # where it is now
     data += [f"--data_dir={config.data_dir}"] if config.data_dir and not banner else []
+    place = "" if shutil.which("cifar-towers") else f"{os.path.relpath(Path(sys.executable).parent)}/"
     commands = (
-        ["tensorboard", f"--logdir={config.directory}"],
-        ["cifar-towers", "evaluate", *run, *data],
-        ["cifar-towers", "predict", *run, "picture.jpg"],
+        [f"{place}tensorboard", f"--logdir={config.directory}"],
+        [f"{place}cifar-towers", "evaluate", *run, *data],
+        [f"{place}cifar-towers", "predict", *run, "picture.jpg"],
     )
     return [shlex.join(words) for words in commands]
 

@@ -13,16 +13,13 @@ from typing import Any
 import tensorflow as tf
 
 from cifar_towers.towers.devices import Tower
-from cifar_towers.towers.gradients import weighted_mean
+from cifar_towers.towers.gradients import average_tensors
 
 _thread = threading.local()  # .rounds and .index of the tower that this thread traces; .unsynchronized
 
 
 def run_on_towers_synchronized(
-    fn: Callable[[Tower, Any], Any],
-    towers: Sequence[Tower],
-    shards: Sequence[Any],
-    weights: Sequence[int] | None = None,
+    fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shards: Sequence[Any]
 ) -> list[Any]:
     """Run `fn` as `run_on_towers` does, and let it call `all_reduce_mean` in its forward or backward pass.
 
@@ -31,34 +28,31 @@ def run_on_towers_synchronized(
 
     Args:
       fn: called as `fn(tower, shard)` for each of the K towers.
-      shards: [K], as `split_batch` returns them.
-      weights: [K], the towers' weights in these means, usually their numbers of examples; equal if not given.
+      shards: [K] of equal size, as `split_batch` returns them.
 
     Returns:
       [K] results of `fn`, in tower order.
 
     Raises:
       RuntimeError: it is called eagerly, or the towers call `all_reduce_mean` a different number of times.
-      ValueError: there is not one shard and one weight per tower.
+      ValueError: there is not one shard per tower.
     """
-    weights = weights or [1] * len(towers)
-    if not len(towers) == len(shards) == len(weights):
-        raise ValueError(f"{len(towers)} towers need one shard and one weight each, not {len(shards)}, {len(weights)}")
     if tf.executing_eagerly():
         raise RuntimeError("the towers meet while they are traced; call run_on_towers_synchronized in a tf.function")
     graph = tf.compat.v1.get_default_graph()
     graph.switch_to_thread_local()  # every thread has its own device and name scopes
     outer_scope = graph.get_name_scope()
-    rounds = _Rounds(weights)
-    results: list[Any] = [None] * len(towers)
+    pairs = list(zip(towers, shards, strict=True))
+    rounds = _Rounds(len(pairs))
+    results: list[Any] = [None] * len(pairs)
 
     def trace(index: int) -> None:
-        tower = towers[index]
+        tower, shard = pairs[index]
         scope = f"{outer_scope}/{tower.name}" if outer_scope else tower.name
         with graph.as_default(), tf.device(tower.device), tf.name_scope(f"{scope}/"):
-            results[index] = fn(tower, shards[index])
+            results[index] = fn(tower, shard)
 
-    threads = [threading.Thread(target=rounds.run, args=(index, trace), daemon=True) for index in range(len(towers))]
+    threads = [threading.Thread(target=rounds.run, args=(index, trace), daemon=True) for index in range(len(pairs))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -70,7 +64,7 @@ def run_on_towers_synchronized(
 
 @tf.custom_gradient
 def all_reduce_mean(tensor: tf.Tensor) -> tf.Tensor:
-    """Return the weighted mean of `tensor` over all towers, on each tower; with one tower, `tensor` itself.
+    """Return the mean of `tensor` over all towers, on each tower; with one tower, `tensor` itself.
 
     Call it inside `run_on_towers_synchronized`, or inside `tf.distribute.Strategy.run` to average over replicas. The
     tensor must have the same shape on every tower. The function is differentiable. If each tower differentiates its own
@@ -80,15 +74,16 @@ def all_reduce_mean(tensor: tf.Tensor) -> tf.Tensor:
     return _mean(tensor), _mean
 
 
-def num_replicas() -> float:
-    """Return the number of towers; with unequal shards, the examples of all towers divided by those of this tower.
+def num_replicas() -> int:
+    """Return the number of replicas that run side by side.
 
-    Inside `tf.distribute.Strategy.run` the result is the number of replicas. Where nothing runs side by side it is 1.
+    They are the towers inside `run_on_towers_synchronized`, and the strategy's replicas inside
+    `tf.distribute.Strategy.run`. Otherwise the number is 1.
     """
     if _replica_context():
         return tf.distribute.get_strategy().num_replicas_in_sync
     rounds = getattr(_thread, "rounds", None)
-    return sum(rounds.weights) / rounds.weights[_thread.index] if rounds else 1.0
+    return rounds.num_towers if rounds else 1
 
 
 @contextlib.contextmanager
@@ -109,7 +104,7 @@ def _mean(tensor: tf.Tensor) -> tf.Tensor:
         if getattr(_thread, "unsynchronized", False):
             raise RuntimeError("the towers do not meet here for all_reduce_mean; call run_on_towers_synchronized")
         return tensor
-    return weighted_mean(_thread.rounds.all_gather(_thread.index, tensor), _thread.rounds.weights)
+    return average_tensors(_thread.rounds.all_gather(_thread.index, tensor))
 
 
 def _replica_context() -> tf.distribute.ReplicaContext | None:
@@ -119,8 +114,8 @@ def _replica_context() -> tf.distribute.ReplicaContext | None:
 class _Rounds:
     """The towers' threads, of which one traces at a time; they exchange one value per tower in each round."""
 
-    def __init__(self, weights: Sequence[int]):
-        self.weights, num_towers = weights, len(weights)
+    def __init__(self, num_towers: int):
+        self.num_towers = num_towers
         self.error: BaseException | None = None  # the first error of any tower; ends the tracing of all
         self._tracing = list(range(num_towers))
         self._turns = [threading.Semaphore(int(index == 0)) for index in range(num_towers)]

@@ -3,17 +3,17 @@
 Call `make_towers(n)` once, before any other TensorFlow operation: TensorFlow fixes its devices at first use.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
-import re
 import subprocess
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from cifar_towers import hardware
-from cifar_towers.errors import error_text
+from cifar_towers.errors import count
 
 log = logging.getLogger(__name__)
 
@@ -50,65 +50,57 @@ def make_towers(
 ) -> list[Tower]:
     """Configure and initialize TensorFlow's devices for `num_towers` towers, and return the towers.
 
+    If TensorFlow already runs, as in a notebook's second cell, its devices and their memory stay as they are.
+
     Args:
       num_towers: 0 means one for each GPU, or two on a machine without GPUs, or fewer if TensorFlow already runs with
         fewer devices.
       soft_placement: let logical devices stand in for missing GPUs, and let TensorFlow move an operation that has no
         kernel for its device. If false, either is an error. None: as it is, by default true.
-      gpu_memory_limit_mb: limit for each GPU, in MB; 0 for none.
+      gpu_memory_limit_mb: limit for each GPU, in MB; 0 for none. Towers that share a GPU without a limit get nine
+        tenths of the memory that `nvidia-smi` reports as free.
       multi_worker: configure the devices of one worker of a cluster, whose CPU is a single tower, and leave their
         initialization to `tf.distribute.MultiWorkerMirroredStrategy`.
 
     Raises:
-      ValueError: GPUs are missing and soft placement is off, or the devices cannot be divided.
+      ValueError: GPUs are missing and soft placement is off.
       RuntimeError: TensorFlow is already running with too few devices.
     """
     gpus = tf.config.get_visible_devices("GPU")
     if num_towers > len(gpus) and soft_placement is False:
-        have = ", ".join(f"/GPU:{index}" for index in range(len(gpus))) or "only /CPU:0"
         raise ValueError(
-            f"{num_towers} towers need {num_towers} GPUs and this machine has {have}; "
+            f"{num_towers} towers need {num_towers} GPUs and this machine has {len(gpus)}; "
             "ask for fewer or allow soft placement"
         )
-    count = num_towers or len(gpus) or (1 if multi_worker else CPU_TOWERS_BY_DEFAULT)
-    try:
+    kind, needed = "GPU" if gpus else "CPU", num_towers or len(gpus) or (1 if multi_worker else CPU_TOWERS_BY_DEFAULT)
+    with contextlib.suppress(RuntimeError):  # of a TensorFlow that already runs
         if soft_placement is not None:
             tf.config.set_soft_device_placement(soft_placement)
         if gpus:
-            _divide_gpus(gpus, count, gpu_memory_limit_mb)
+            _divide_gpus(gpus, needed, gpu_memory_limit_mb)
         else:
-            _set_threads(count)
+            _set_threads(needed)
             cpu = tf.config.list_physical_devices("CPU")[0]
-            tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
-    except RuntimeError:  # already initialized, as in a notebook's second cell
-        if gpu_memory_limit_mb:
-            log.warning("TensorFlow already runs: its limits of GPU memory stay as they are")
-    kind = "GPU" if gpus else "CPU"
+            tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * needed)
     if not multi_worker:
         available = len(tf.config.list_logical_devices(kind))  # initializes the devices
         if available < num_towers:
             raise RuntimeError(
-                f"TensorFlow already runs with {available} {kind} devices, too few for {count} towers: "
+                f"TensorFlow already runs with {available} {kind} devices, too few for {num_towers} towers: "
                 "call make_towers before any other TensorFlow operation, in a new process or a restarted notebook"
             )
-        count = min(count, available)
-    _log_devices(count, len(gpus))
-    return [Tower(index, f"/{kind}:{index}") for index in range(count)]
+        needed = min(needed, available)
+    if not gpus:
+        towers = f"{count(needed, 'tower')} on logical CPU devices"
+        log.info(f"no GPU here: {towers}; TF_CPP_MIN_LOG_LEVEL=0 shows what TensorFlow looked for")
+    elif needed > len(gpus):
+        log.info(f"{len(gpus)} GPUs for {needed} towers: they share them as logical devices")
+    return [Tower(index, f"/{kind}:{index}") for index in range(needed)]
 
 
 def on_gpus(towers: Sequence[Tower]) -> bool:
     """Return whether towers compute on GPUs."""
     return any("GPU" in tower.device for tower in towers)
-
-
-def describe_out_of_memory(error: tf.errors.OpError) -> str:
-    """Return on one line what did not fit into the memory; empty if the error has another reason."""
-    if isinstance(error, tf.errors.ResourceExhaustedError):
-        found = re.search(r"OOM when.*?\]", error.message, re.S)
-        return error_text(RuntimeError(found[0]) if found else error)
-    if isinstance(error, tf.errors.AbortedError) and "Status: 1," in error.message:  # oneDNN's for no memory
-        return "oneDNN has no memory for an operation"
-    return ""
 
 
 def _set_threads(cpu_towers: int) -> None:
@@ -138,20 +130,4 @@ def _gpu_memory_mb(index: int) -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     name = visible[index] if index < len(visible) and visible[index] else str(index)
     query = ["nvidia-smi", f"--id={name}", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-        return int(answer.stdout) * 9 // 10
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        raise ValueError(
-            f"several towers on /GPU:{index} need a share of its memory, and the driver does not report it; "
-            "set gpu_memory_limit_mb"
-        ) from error
-
-
-def _log_devices(num_towers: int, num_gpus: int) -> None:
-    """Log why towers share a device."""
-    if num_gpus and num_towers > num_gpus:
-        log.info(f"{num_gpus} GPUs for {num_towers} towers: they share them as logical devices")
-    if not num_gpus:
-        towers = f"{num_towers} tower{'s' * (num_towers > 1)} on logical CPU devices"
-        log.info(f"no GPU here: {towers}; TF_CPP_MIN_LOG_LEVEL=0 shows what TensorFlow looked for")
+    return int(subprocess.run(query, capture_output=True, timeout=10, check=True).stdout) * 9 // 10

@@ -4,7 +4,6 @@ The gradient of a mean is the mean of the gradients. If each tower's loss is a m
 towers' gradients, weighted by the sizes of uneven shards, is therefore the gradient of the mean loss of the batch.
 """
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
@@ -16,18 +15,15 @@ Variable: TypeAlias = tf.Variable | keras.Variable
 
 
 def average_gradients(
-    tower_grads: Sequence[Iterable[tuple[Gradient, Variable]]],
-    weights: Sequence[float | tf.Tensor] | None = None,
-    device: str = "",
+    tower_grads: Sequence[Iterable[tuple[Gradient, Variable]]], weights: Sequence[float | tf.Tensor] | None = None
 ) -> list[tuple[Gradient, Variable]]:
-    """Average each variable's gradient over the towers, on the variable's device unless another is given.
+    """Average each variable's gradient over the towers, on the variable's device.
 
     Args:
       tower_grads: K x N x (gradient, variable): for each tower, the pairs of all N variables in one order, as
         `zip(tape.gradient(loss, variables), variables)` gives them.
       weights: [K] numbers or scalar tensors, the weight of each tower, usually its number of examples; equal if not
         given.
-      device: computes all means, as `/CPU:0`; the device of each variable if empty.
 
     Returns:
       N x (mean gradient, variable). With one tower, its pairs unchanged. A variable that no tower has a gradient for
@@ -35,49 +31,32 @@ def average_gradients(
       stay sparse.
 
     Raises:
-      ValueError: no towers, towers that disagree on their variables or their order, pairs of (variable, gradient), or
-        weights that do not match the towers.
-      tf.errors.InvalidArgumentError: when the graph runs, weights are negative or all zero.
+      ValueError: towers that disagree on their variables or their order, or not one weight per tower.
     """
     towers = [list(pairs) for pairs in tower_grads]
-    fractions = _fractions(len(towers), weights)
-    _check_pairs(towers)
     if len(towers) == 1:
         return towers[0]
-    with tf.name_scope("average_gradients"):
-        return [
-            (weighted_sum([gradient for gradient, _ in pairs], fractions, device or _device(pairs[0][1])), pairs[0][1])
-            for pairs in zip(*towers, strict=True)
-        ]
-
-
-def weighted_mean(values: Sequence[tf.Tensor], weights: Sequence[int] | None = None) -> tf.Tensor:
-    """Return the mean of K towers' tensors of one shape, weighted by numbers of examples if `weights` are given."""
-    if len(values) == 1:
-        return values[0]
-    if not weights or len(set(weights)) == 1:
-        return tf.add_n(list(values)) / len(values)
-    return tf.add_n([value * (weight / sum(weights)) for value, weight in zip(values, weights, strict=True)])
-
-
-def _fractions(num_towers: int, weights: Sequence[float | tf.Tensor] | None) -> list[float | tf.Tensor]:
-    """Return each tower's weight as a fraction of their sum."""
-    if not num_towers:
-        raise ValueError(
-            "average_gradients needs the gradients of at least one tower; pass a list with one entry per tower"
-        )
     if weights is None:
-        return [1 / num_towers] * num_towers
-    values = [tf.get_static_value(weight) for weight in weights]
-    rule = f"must be {num_towers} numbers, one a tower, none negative, not all zero"
-    if len(weights) == num_towers and None in values:
-        tensor = tf.stack([tf.cast(weight, tf.float64) for weight in weights])
-        fractions = tensor / tf.abs(tf.reduce_sum(tensor))  # NaN if all are zero
-        tf.debugging.assert_non_negative(fractions, f"weights {rule}")
-        return tf.unstack(fractions)
-    if len(weights) != num_towers or min(values) < 0 or sum(values) <= 0:
-        raise ValueError(f"weights={list(weights)} {rule}")
-    return [float(value / sum(values)) for value in values]
+        weights = [1] * len(towers)
+    total = sum(weights)
+    fractions = [weight / total for weight in weights]
+    averaged = []
+    with tf.name_scope("average_gradients"):
+        for pairs in zip(*towers, strict=True):
+            gradients, (variable, *others) = zip(*pairs, strict=True)
+            for tower, other in enumerate(others, 1):
+                if other is not variable:
+                    raise ValueError(
+                        f"tower_{tower} has {_name(other)} where tower_0 has {_name(variable)}; all towers need pairs "
+                        "of (gradient, variable), with the same variables in the same order"
+                    )
+            averaged.append((weighted_sum(gradients, fractions, _device(variable)), variable))
+    return averaged
+
+
+def average_tensors(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return the mean of tensors of one shape."""
+    return tensors[0] if len(tensors) == 1 else tf.add_n(list(tensors)) / len(tensors)
 
 
 def weighted_sum(gradients: Sequence[Gradient], fractions: Sequence[float | tf.Tensor], device: str) -> Gradient:
@@ -97,30 +76,9 @@ def weighted_sum(gradients: Sequence[Gradient], fractions: Sequence[float | tf.T
 
 
 def _device(variable: Variable) -> str:
-    """Return the device of a `tf.Variable`, or of the one that a Keras variable has as its value."""
-    return getattr(variable, "device", None) or getattr(getattr(variable, "value", None), "device", "") or ""
+    """Return the device of a variable; a Keras variable has a `tf.Variable` as its value."""
+    return (variable.value if isinstance(variable, keras.Variable) else variable).device
 
 
-def _check_pairs(towers: Sequence[Sequence[tuple[Gradient, Variable]]]) -> None:
-    """Raise unless all towers have pairs of (gradient, variable), with the same variables in the same order."""
-    for tower, pairs in enumerate(towers):
-        for position, (gradient, _) in enumerate(pairs):
-            if isinstance(gradient, tf.Variable | keras.Variable):
-                raise ValueError(
-                    f"pair {position} of tower_{tower} begins with a variable, {_name(gradient)}; write (gradient, "
-                    "variable), as zip(gradients, variables) does"
-                )
-    for tower, pairs in enumerate(towers):
-        for position, (expected, actual) in enumerate(itertools.zip_longest(towers[0], pairs, fillvalue=(None, None))):
-            if expected[1] is not actual[1]:
-                raise ValueError(
-                    f"tower_{tower} and tower_0 disagree on variable {position}: tower_{tower} has {_name(actual[1])}, "
-                    f"tower_0 has {_name(expected[1])}; all towers need the same variables in the same order"
-                )
-
-
-def _name(variable: Variable | None) -> str:
-    if variable is None:
-        return "none"
-    name = getattr(variable, "path", None) or getattr(variable, "name", None) or str(variable)
-    return f"{name!r} of shape {getattr(variable, 'shape', 'none')}"
+def _name(variable: Variable) -> str:
+    return f"{getattr(variable, 'path', variable.name)!r} of shape {variable.shape}"

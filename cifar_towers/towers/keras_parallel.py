@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from cifar_towers.towers.collectives import unsynchronized
 from cifar_towers.towers.devices import Tower
+from cifar_towers.towers.gradients import weighted_sum
 from cifar_towers.towers.make_parallel import as_towers, check_outputs, join_outputs, run_on_any_batch
 
 # Distance between the seeds of neighboring towers. Keras draws its default seeds below it.
@@ -35,20 +35,25 @@ def make_parallel_model(keras_model: keras.Model, num_towers: int | Sequence[Tow
     its own example, and each loss be a mean over examples. Seed generators advance like the first tower's, and each
     tower draws different numbers.
 
+    The model's `call` must write no `tf.Variable`, as every tower would. XLA compiles for one device and stays off.
+
     Args:
       num_towers: their number, or the towers of `make_towers`.
 
     Raises:
-      ValueError: the model is not built, overrides what `fit`, `evaluate` or `predict` call, or has an output without
-        a row for each example; or the towers cannot share its state, such as a stateful layer, an integer counter or a
-        synchronized norm. A model without `inputs` is checked in full at its first batch.
+      ValueError: the model overrides what `fit`, `evaluate` or `predict` call, or has a synchronized norm. Its first
+        call raises the same for an output without a row for each example, and for state that the towers cannot share,
+        such as an integer counter.
     """
     towers = as_towers(num_towers)
-    _check_model(keras_model, len(towers))
-    parallel = ParallelModel(keras_model, towers)
-    if getattr(keras_model, "inputs", None):
-        parallel.check(keras_model.inputs[0] if isinstance(keras_model, keras.Sequential) else keras_model.input)
-    return parallel
+    if method := overridden_fit_method(keras_model):
+        raise ValueError(f"model {keras_model.name!r} overrides {method}, which towers would not run")
+    norm = synchronized_norm(keras_model)
+    if norm and len(towers) > 1:
+        raise ValueError(
+            f"layer {norm!r} is synchronized, and here towers normalize by shards; make it synchronized=False"
+        )
+    return ParallelModel(keras_model, towers)
 
 
 class ParallelModel(keras.Model):
@@ -58,7 +63,7 @@ class ParallelModel(keras.Model):
         # float32 without autocast: the original casts its inputs and variables itself, inside each tower
         super().__init__(name=model.name, dtype="float32", autocast=False)
         self.model = model
-        self._towers, self._checked = tuple(towers), False
+        self._towers = tuple(towers)
         self.supports_jit = False  # XLA compiles for one device
         self.built = True
 
@@ -73,11 +78,6 @@ class ParallelModel(keras.Model):
             raise AttributeError(name)
         return getattr(self.model, name)
 
-    def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._checked:  # here, as Keras would explain an error in `call` by many lines
-            self.check(inputs)
-        return super().__call__(inputs, *args, **kwargs)
-
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """Run the forward pass on all towers, then update the model's non-trainable state once."""
         passes, sizes = run_on_any_batch(functools.partial(self.on_tower, training), self._towers, inputs)
@@ -86,11 +86,12 @@ class ParallelModel(keras.Model):
         total = sum(sizes)
         fractions = [size / total for size in sizes]
         for losses in zip(*tower_losses, strict=True):
-            self.add_loss(_mean(losses, fractions))
+            self.add_loss(weighted_sum(losses, fractions, device=""))
         for position in tower_states[0]:
             variable = self.model.non_trainable_variables[position]
             values = [state[position] for state in tower_states]
-            variable.assign(values[0] if is_seed_generator_state(variable) else _mean(values, fractions))
+            is_seed = is_seed_generator_state(variable)
+            variable.assign(values[0] if is_seed else weighted_sum(values, fractions, device=""))
         flat = tf.nest.flatten(outputs)
         for (position, name), tensor in extras.items():
             if name in ACTIVATIONS:
@@ -98,17 +99,6 @@ class ParallelModel(keras.Model):
             else:
                 setattr(flat[position], name, tensor)
         return tf.nest.pack_sequence_as(outputs, flat)
-
-    def check(self, inputs: Any) -> None:
-        """Raise if towers cannot run the model on inputs like these."""
-        tower, batch = self._towers[0], tf.TensorShape([None])
-        specs = tf.nest.map_structure(lambda x: tf.TensorSpec(batch.concatenate(x.shape[1:]), x.dtype), inputs)
-        with tf.init_scope(), unsynchronized(len(self._towers)):
-            trial = tf.function(lambda x: check_outputs(self.on_tower(True, tower, x)[0], x, tower), autograph=False)
-            operations = trial.get_concrete_function(specs).graph.get_operations()
-        if writes := [op.name for op in operations if op.type.startswith("Assign")]:
-            raise ValueError(f"{writes[0]} writes a tf.Variable, as every tower would; make it by add_weight instead")
-        self._checked = True
 
     def on_tower(
         self, training: bool | None, tower: Tower, inputs: Any
@@ -128,6 +118,7 @@ class ParallelModel(keras.Model):
             outputs = self.model(inputs, training=training)
         changed = [v for v, before in values if scope.get_current_value(v) is not before]
         _check_changes(changed, foreign=scope.state_mapping.keys() - {id(v) for v, _ in values})
+        check_outputs(outputs, inputs, tower)
         position = {id(v): i for i, v in enumerate(self.model.non_trainable_variables)}
         state = {position[id(v)]: tf.stop_gradient(scope.get_current_value(v)) for v in changed}
         flat = enumerate(tf.nest.flatten(outputs))
@@ -135,13 +126,7 @@ class ParallelModel(keras.Model):
         return outputs, extras, [to_scalar(loss) for loss in scope.losses], state
 
     def compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
-        """Compile the original too, with the same optimizer, so that a saved model can be trained further.
-
-        Raises:
-          ValueError: `jit_compile=True`, because XLA compiles for one device.
-        """
-        if kwargs.get("jit_compile") is True:
-            raise ValueError("jit_compile=True: XLA compiles for one device and cannot span towers; leave it out")
+        """Compile the original too, with the same optimizer, so that a saved model can be trained further."""
         self.model.compile(optimizer, *args, **kwargs)
         super().compile(self.model.optimizer, *args, **kwargs)
 
@@ -158,40 +143,13 @@ def _extras(output: tf.Tensor) -> dict[str, tf.Tensor]:
     return activation | {name: getattr(output, name) for name in names}  # a new tensor, then its attributes
 
 
-def _mean(values: Sequence[tf.Tensor], fractions: Sequence[Any]) -> tf.Tensor:
-    return tf.add_n([value * tf.cast(fraction, value.dtype) for value, fraction in zip(values, fractions, strict=True)])
-
-
-def _check_model(model: keras.Model, num_towers: int) -> None:
-    if not model.built:
-        raise ValueError(f"model {model.name!r} has no variables yet; build it or call it on a batch first")
-    method = overridden_fit_method(model)
-    if method:
-        raise ValueError(f"model {model.name!r} overrides {method}, which towers would not run; use make_parallel")
-    norm = synchronized_norm(model)
-    if norm and num_towers > 1:
-        raise ValueError(
-            f"layer {norm!r} is synchronized, and here towers normalize by shards; make it synchronized=False"
-        )
-    for layer in model._flatten_layers():
-        if getattr(layer, "stateful", False):
-            raise ValueError(
-                f"layer {layer.name!r} is stateful: each call needs the state of the previous one, and towers call it "
-                "side by side; make it with stateful=False"
-            )
-
-
 def _check_changes(changed: Sequence[keras.Variable], foreign: set[int]) -> None:
     """Raise unless a forward pass changes only float state, such as moving statistics, and seed generators."""
     for variable in changed:
-        if variable.trainable:
+        if variable.trainable or not (is_seed_generator_state(variable) or "float" in variable.dtype):
             raise ValueError(
-                f"{variable.path} is trainable and also written by its layer's call, which towers cannot share"
-            )
-        if not (is_seed_generator_state(variable) or "float" in variable.dtype):
-            raise ValueError(
-                f"{variable.path} is {variable.dtype} state written by its layer's call; towers can share float state "
-                "(as its mean) and seed generators only"
+                f"the model's call writes {variable.path}; towers can share only seed generators and float state, as "
+                "its mean, that is not trained"
             )
     if foreign:
         raise ValueError(

@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from cifar_towers.towers.collectives import unsynchronized
@@ -35,16 +34,17 @@ def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **t
       The structure that `fn` returns, with tensors [B, ...].
 
     Raises:
-      ValueError: there are no towers, or an output has not one row for each example of the shard.
+      ValueError: an output has not one row for each example of the shard.
     """
-    towers = as_towers(num_towers)
     tensors = tf.nest.map_structure(tf.convert_to_tensor, tensors)
-    outputs, sizes = run_on_any_batch(lambda tower, shard: check_outputs(fn(**shard), shard, tower), towers, tensors)
+    outputs, sizes = run_on_any_batch(
+        lambda tower, shard: check_outputs(fn(**shard), shard, tower), as_towers(num_towers), tensors
+    )
     return join_outputs(outputs, sizes)
 
 
 def map_on_towers(fn: Callable[[Any], Any], dataset: tf.data.Dataset, towers: int | Sequence[Tower]) -> Iterator[Any]:
-    """Return an iterator of `fn(batch)` for each batch of a dataset, in order, K batches at a time on K devices.
+    """Yield `fn(batch)` for each batch of a dataset, in order, K batches at a time on K devices.
 
     At most K batches are in memory. One graph runs all groups of K batches, and a second one a smaller last group.
 
@@ -52,26 +52,16 @@ def map_on_towers(fn: Callable[[Any], Any], dataset: tf.data.Dataset, towers: in
       fn: called as `fn(element)`, also if an element is a tuple; the last batch may be shorter. Returns a structure
         of tensors.
       towers: K, or the K towers of `make_towers`.
-
-    Raises:
-      ValueError: there are no towers.
     """
     towers = as_towers(towers)
 
-    def on_tower(tower: Tower, batch: Any) -> Any:
-        with unsynchronized(1):  # each tower has a batch of its own
-            return fn(batch)
-
     @tf.function
     def group_fn(batches: list[Any]) -> list[Any]:
-        return run_on_towers(on_tower, towers[: len(batches)], batches)
+        return run_on_towers(lambda tower, batch: fn(batch), towers[: len(batches)], batches)
 
-    def results() -> Iterator[Any]:
-        batches = iter(dataset)
-        while group := list(itertools.islice(batches, len(towers))):
-            yield from group_fn.get_concrete_function([dataset.element_spec] * len(group))(group)
-
-    return results()
+    batches = iter(dataset)
+    while group := list(itertools.islice(batches, len(towers))):
+        yield from group_fn.get_concrete_function([dataset.element_spec] * len(group))(group)
 
 
 def run_on_any_batch(
@@ -85,8 +75,7 @@ def run_on_any_batch(
       [K] results, and [K] numbers of examples, 0 for an empty shard.
     """
     flat, count = tf.nest.flatten(tensors), len(towers)
-    known = next((t.shape[0] for t in flat if t.shape[0] is not None), None)
-    if known is not None and known >= count and all(t.shape[0] == known for t in flat):
+    if (flat[0].shape[0] or 0) >= count:
         shards = split_batch(tensors, towers, allow_uneven=True)
         sizes = [tf.nest.flatten(shard)[0].shape[0] for shard in shards]
     else:
@@ -94,13 +83,13 @@ def run_on_any_batch(
             length = tf.shape(flat[0])[0]
             for tensor in flat[1:]:
                 tf.debugging.assert_equal(tf.shape(tensor)[0], length, "the tensors of a batch differ in axis 0")
-            shortest, rest = length // count, length % count
-            ends = [shortest * (k + 1) + tf.minimum(rest, k + 1) for k in range(count)]
-            shards, sizes = [], []
-            for begin, end in zip([0, *ends[:-1]], ends, strict=True):
-                first = tf.minimum(begin, length - 1)
-                shards.append(tf.nest.map_structure(lambda t, a=first, b=end: t[a:b], tensors))
-                sizes.append(end - begin)
+            bounds = [length // count * k + tf.minimum(length % count, k) for k in range(count + 1)]
+            sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
+            starts = [tf.minimum(begin, length - 1) for begin in bounds[:-1]]
+            shards = [
+                tf.nest.map_structure(lambda tensor, a=start, b=end: tensor[a:b], tensors)
+                for start, end in zip(starts, bounds[1:], strict=True)
+            ]
     with unsynchronized(count):
         results = [
             with_pinned_backward(tower.device, tower.name, functools.partial(fn, tower))(shard)
@@ -110,28 +99,18 @@ def run_on_any_batch(
 
 
 def join_outputs(structures: Sequence[Any], sizes: Sequence[int | tf.Tensor]) -> Any:
-    """Concatenate the tensors of K equal structures, K x [R/K, ...] -> [R, ...], without the rows of empty shards."""
+    """Concatenate the tensors of K equal structures, K x [B/K, ...] -> [B, ...], without the rows of empty shards."""
     with tf.name_scope("join_batch"):
         counted = [
-            structure
-            if isinstance(size, int)
-            else tf.nest.map_structure(lambda t, n=size: t[: tf.shape(t)[0] * tf.minimum(n, 1)], structure)
+            structure if isinstance(size, int) else tf.nest.map_structure(lambda tensor, n=size: tensor[:n], structure)
             for structure, size in zip(structures, sizes, strict=True)
         ]
         return tf.nest.map_structure(lambda *parts: tf.concat(parts, axis=0), *counted)
 
 
 def as_towers(towers: int | Sequence[Tower]) -> list[Tower]:
-    """Return so many towers for a number, otherwise the towers themselves.
-
-    Raises:
-      ValueError: there are none.
-    """
-    if isinstance(towers, int | np.integer):
-        towers = make_towers(int(towers), soft_placement=None) if towers > 0 else []
-    if not towers:
-        raise ValueError("no towers to run on; pass their number or a list from make_towers")
-    return list(towers)
+    """Return so many towers for a number, otherwise the towers themselves."""
+    return make_towers(towers, soft_placement=None) if isinstance(towers, int) else list(towers)
 
 
 def check_outputs(structure: Any, shard: Any, tower: Tower) -> Any:

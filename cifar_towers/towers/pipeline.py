@@ -9,7 +9,6 @@ arXiv 1811.06965.
 import contextlib
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
@@ -41,34 +40,25 @@ class Stage(NamedTuple):
 def cut_in_stages(model: keras.Model, devices: Sequence[str], *, open_size: int = 32) -> list[Stage]:
     """Cut a model's layers, in the order they run, into one stage per device, so that the costliest stage costs least.
 
-    The cost of a layer is an estimate: the multiply-adds of its kernels plus `ELEMENT_COST` for each element of its
-    output, or 0 where a shape is unknown. Transfers between devices count as free. A layer that is itself a model is
-    not cut.
+    The cost of a layer is an estimate: the elements of its kernels times the positions of its output, which are the
+    multiply-adds of convolutions and dense layers, plus `ELEMENT_COST` for each element of its output; 0 where a shape
+    is unknown. Transfers between devices count as free. A layer that is itself a model is not cut.
 
     Args:
+      model: a graph of layers with one input and one output, which calls each layer once.
       devices: such as `["/GPU:0", "/GPU:1"]`, in the order of the stages; one device may have several stages.
       open_size: replaces sizes that the model leaves open (height and width of its images) when costs are estimated.
 
     Raises:
-      ValueError: a model without a graph of layers, with several inputs or outputs or with a layer that is called
-        more than once; no devices, or more devices than layers.
+      ValueError: more devices than layers, or a layer that is called twice.
     """
-    functional = _as_functional(model)
-    shape = functional.inputs[0].shape[1:]
-    calls = _layer_calls(functional, shape)
-    layer_name, times = Counter(layer.name for layer, _, _ in calls).most_common(1)[0]
-    if times > 1:
-        raise UsageError(
-            f"layer {layer_name!r} of {model.name} is called {times} times; a layer can be in one stage only"
-        )
-    if not devices:
-        raise ValueError(f"the stages of {model.name} need at least one device; none was given")
+    shape = model.inputs[0].shape[1:]
+    calls = _layer_calls(model, shape)
     if len(devices) > len(calls):
         raise UsageError(f"{len(devices)} stages need at least {len(devices)} layers; {model.name} has {len(calls)}")
-    costs = []
-    for layer, inputs, outputs in _layer_calls(functional, [size or open_size for size in shape]):
-        elements = sum(math.prod(size or 0 for size in tensor.shape[1:]) for tensor in outputs.values())
-        costs.append((_multiply_adds(layer, inputs, outputs) or 0) + ELEMENT_COST * elements)
+    if len({id(layer) for layer, _, _ in calls}) < len(calls):
+        raise UsageError(f"{model.name} calls a layer twice; stages need layers of their own")
+    costs = [_cost(layer, outputs) for layer, _, outputs in _layer_calls(model, [size or open_size for size in shape])]
     starts = cheapest_cuts(costs, len(devices))
     bounds = list(zip(starts, [*starts[1:], len(calls)], strict=True))
     return [_stage(device, calls[begin:end], calls[end:]) for device, (begin, end) in zip(devices, bounds, strict=True)]
@@ -154,50 +144,9 @@ def cheapest_cuts(costs: Sequence[int], stages: int) -> list[int]:
     return list(best(len(costs), stages)[1])
 
 
-def layer_costs(model: keras.Model, *, open_size: int = 32) -> list[dict[str, Any]]:
-    """Describe the layers of a functional model in the order they run, on one image of its size or of `open_size`.
-
-    Returns:
-      For each call of a layer its `name`, its class as `kind`, the shape of its `output` without the batch, the number
-      of its `parameters`, trainable or not (0 in a second call), and `flops`: two for each multiply-add of its kernels,
-      forward; None where an output's shape is unknown, and for a model inside that cannot be counted, as a subclassed
-      one.
-
-    Raises:
-      ValueError: a model without a graph of layers, or with several inputs or outputs.
-    """
-    functional = _as_functional(model)
-    shape = [size or open_size for size in functional.inputs[0].shape[1:]]
-    costs: list[dict[str, Any]] = []
-    for call in _layer_calls(functional, shape):
-        layer, _, outputs = call
-        is_first, multiply_adds = all(cost["name"] != layer.name for cost in costs), _multiply_adds(*call)
-        costs.append(
-            {
-                "name": layer.name,
-                "kind": type(layer).__name__,
-                "output": tuple(next(iter(outputs.values())).shape[1:]),
-                "parameters": is_first * sum(math.prod(weight.shape) for weight in getattr(layer, "weights", ())),
-                "flops": None if multiply_adds is None else 2 * multiply_adds,
-            }
-        )
-    return costs
-
-
-def _as_functional(model: keras.Model) -> keras.Model:
-    """Return the model as `keras.Model(inputs, outputs)`, which a `Sequential` has, but not a subclassed model."""
-    try:
-        functional = keras.Model(model.inputs, model.outputs, name=model.name)
-    except (AttributeError, ValueError) as error:
-        raise ValueError(f"{model.name} has no graph of layers to cut; stages need a functional Keras model") from error
-    inputs, outputs = len(model.inputs), len(model.outputs)
-    if inputs != 1 or outputs != 1:
-        raise ValueError(f"stages need a model of one input and one output; {model.name} has {inputs} and {outputs}")
-    return functional
-
-
-def _layer_calls(functional: keras.Model, shape: Sequence[int | None]) -> list[LayerCall]:
-    """Return the model's layers in the order they run, on examples of `shape`, with new tensors and the same layers."""
+def _layer_calls(model: keras.Model, shape: Sequence[int | None]) -> list[LayerCall]:
+    """Return the calls of the model's layers in the order they run, on new tensors for examples of `shape`."""
+    functional = keras.Model(model.inputs, model.outputs)  # which a `Sequential` is not
     images = keras.Input(tuple(shape), dtype=functional.inputs[0].dtype)
     names = {id(images): "images"}
     calls: list[LayerCall] = []
@@ -214,30 +163,11 @@ def _layer_calls(functional: keras.Model, shape: Sequence[int | None]) -> list[L
     return calls
 
 
-def _multiply_adds(
-    layer: keras.layers.Layer, inputs: Mapping[str, keras.KerasTensor], outputs: Mapping[str, keras.KerasTensor]
-) -> int | None:
-    """Return the elements of a layer's kernels times the positions of its output, the axes between batch and channels.
-
-    This is exact for layers that TensorFlow computes directly. A transposed convolution applies its kernels at the
-    positions of its input. A layer that is a model has the sum of its layers; None if it is subclassed, or has several
-    inputs or outputs. None also if the layer has kernels and the shape is unknown.
-    """
-    if isinstance(layer, keras.Model):
-        try:
-            (images,) = inputs.values()
-            counts = [_multiply_adds(*call) for call in _layer_calls(_as_functional(layer), images.shape[1:])]
-        except ValueError:
-            return None
-        return None if None in counts else sum(filter(None, counts))
-    if isinstance(layer, keras.layers.PReLU | keras.layers.Embedding):
-        return 0  # their tables are no kernels
-    tensors = inputs if "Transpose" in type(layer).__name__ else outputs
-    positions = [tensor.shape[1:-1] for tensor in tensors.values()]
-    elements = sum(math.prod(weight.shape) for weight in getattr(layer, "weights", ()) if len(weight.shape) > 1)
-    if any(None in shape for shape in positions):
-        return None if elements else 0
-    return elements * max(map(math.prod, positions))
+def _cost(layer: keras.layers.Layer, outputs: Mapping[str, keras.KerasTensor]) -> int:
+    """Estimate the cost of a layer in multiply-adds."""
+    kernels = sum(math.prod(weight.shape) for weight in getattr(layer, "weights", ()) if len(weight.shape) > 1)
+    shapes = [[size or 0 for size in tensor.shape[1:]] for tensor in outputs.values()]
+    return kernels * max(math.prod(shape[:-1]) for shape in shapes) + ELEMENT_COST * sum(map(math.prod, shapes))
 
 
 def _stage(device: str, calls: Sequence[LayerCall], later: Sequence[LayerCall]) -> Stage:

@@ -28,15 +28,7 @@ def variable_placement(policy: str = "cpu", towers: Sequence[Tower] = ()) -> Abs
       policy: `cpu` is host memory, from which every tower reads. `round_robin` takes the towers' devices in turn.
         `least_loaded` takes the towers' device that holds the fewest bytes of variables so far, the first of equals.
       towers: the towers over whose devices variables are spread; `cpu` needs none.
-
-    Raises:
-      ValueError: an unknown policy, no towers to spread over, or, when a variable is created, an unknown shape whose
-        bytes `least_loaded` would have to count.
     """
-    if policy not in PLACEMENTS:
-        raise ValueError(f"variable placement {policy!r} is not one of {', '.join(PLACEMENTS)}")
-    if policy != "cpu" and not towers:
-        raise ValueError(f"variable placement {policy} spreads variables over towers; pass towers")
     return custom_placement(PLACEMENTS[policy](list(dict.fromkeys(tower.device for tower in towers))))
 
 
@@ -103,26 +95,18 @@ def _variable_bytes(creation: dict[str, Any]) -> int:
     """
     value = creation["initial_value"]
     value = tf.convert_to_tensor(value() if callable(value) else value, dtype=creation.get("dtype"))
-    shape = value.shape if creation.get("shape") is None else tf.TensorShape(creation["shape"])
-    if not shape.is_fully_defined():
-        raise ValueError(
-            f"variable {creation.get('name') or '(unnamed)'} has shape {shape}, so its bytes cannot be counted; "
-            "give it a fully defined shape, or place variables by round_robin"
-        )
     creation["initial_value"] = value
-    return shape.num_elements() * value.dtype.size
+    return value.shape.num_elements() * value.dtype.size
 
 
 def placement_report(function: tf.types.experimental.ConcreteFunction, towers: Iterable[Tower]) -> str:
     """Return a table of a traced step: each variable's device, each device's bytes, each tower's operations."""
-    rows = [("variable", "shape", "bytes", "device")]
+    lines = []
     bytes_on: Counter[str] = Counter()
     for variable in sorted(function.variables, key=lambda variable: variable.name):
         size, device = variable.shape.num_elements() * variable.dtype.size, short_device(variable.device)
         bytes_on[device] += size
-        rows.append((variable.name.removesuffix(":0"), str(variable.shape), f"{size:,}", device))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{n:{widths[0]}}  {s:{widths[1]}}  {b:>{widths[2]}}  {d}" for n, s, b, d in rows]
+        lines.append(f"{variable.name.removesuffix(':0'):50}  {variable.shape!s:16}  {size:12,} bytes  {device}")
     lines += [f"{device}: {size:,} bytes of variables" for device, size in sorted(bytes_on.items())]
     for tower in towers:
         counts = tower_devices(function, tower).most_common()
@@ -131,11 +115,7 @@ def placement_report(function: tf.types.experimental.ConcreteFunction, towers: I
 
 
 def tower_devices(function: tf.types.experimental.ConcreteFunction, tower: Tower, op_type: str = "") -> Counter[str]:
-    """Count the tower's operations by device, except variable reads.
-
-    Args:
-      op_type: count operations of this type only.
-    """
+    """Count the tower's operations, or those of one type, by device. Reads of variables do not count."""
     return Counter(
         short_device(op.device)
         for op in function.graph.get_operations()

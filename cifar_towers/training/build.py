@@ -26,7 +26,7 @@ from cifar_towers.models import MODELS, WEIGHT_DECAYS, user_model
 from cifar_towers.models.layers import synchronize
 from cifar_towers.models.speednet import whitening_kernel
 from cifar_towers.multi_worker.cluster_spec import ClusterSpec
-from cifar_towers.registry import model_spec
+from cifar_towers.registry import SPEEDNETS
 from cifar_towers.towers import Tower, make_towers, variable_placement
 from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT, on_gpus
 from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
@@ -142,7 +142,7 @@ def make_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Sp
                 user_model.check_model(model, image_size, num_classes, is_synchronized)
         else:
             options: dict[str, Any] = {"dtype": policy, "num_classes": num_classes}
-            if not model_spec(config.model).is_speednet:
+            if config.model not in SPEEDNETS:
                 options["image_size"] = image_size
             elif train is not None:
                 parts = chunks(train.images[: config.whitening_images], MAX_WHITENING_PIXELS)
@@ -232,7 +232,7 @@ def make_training(
 
 def resolve_placement(config: TrainConfig, towers: Sequence[Tower]) -> str:
     """Return the variable placement of a run: the config's, or the default for its model and devices."""
-    is_large = model_spec(config.model).is_speednet  # its update is too much work for the host of GPUs
+    is_large = config.model in SPEEDNETS  # its update is too much work for the host of GPUs
     return config.variable_placement or ("round_robin" if is_large and on_gpus(towers) else "cpu")
 
 
@@ -264,7 +264,7 @@ def make_state(
         nesterov=config.nesterov,
         muon_momentum=config.muon_momentum,
         total_steps=length.total,
-        is_speednet=model_spec(config.model).is_speednet,
+        is_speednet=config.model in SPEEDNETS,
     )
     state = TrainState(model, optimizer, terms, length.total, config.ema_decay, config.lookahead)
     return state, loss_fn

@@ -16,7 +16,7 @@ from cifar_towers.towers import (
     run_on_towers_synchronized,
     split_batch,
 )
-from cifar_towers.towers.gradients import weighted_mean, weighted_sum
+from cifar_towers.towers.gradients import average_tensors, weighted_sum
 from cifar_towers.towers.keras_parallel import to_scalar
 from cifar_towers.towers.pipeline import Stage, staged_call
 from cifar_towers.towers.placement import HOST
@@ -172,7 +172,7 @@ def _combine_micro_batches(
     results: Sequence[TowerResult], weights: Sequence[tf.Variable], device: str, pipelined: bool
 ) -> TowerResult:
     """Combine the results of a tower's micro-batches. Unless `pipelined`, the last result has the gradients' sums."""
-    losses = {term: weighted_mean([r.losses[term] for r in results]) for term in results[0].losses}
+    losses = {term: average_tensors([r.losses[term] for r in results]) for term in results[0].losses}
     parts = [r.gradients for r in results]
     if not pipelined and len(parts) > 1:
         parts = [[weighted_sum([gradient], [1 / len(parts)], device) for gradient in parts[-1]]]
@@ -208,7 +208,7 @@ def reduce_batch_stats(
         for index, values in enumerate(zip(*tower_values, strict=True)):
             with tf.device(devices[index] if devices else ""):
                 averaged = values[-1] is not None and values[-1].dtype.is_floating
-                reduced.append(weighted_mean(values) if averaged else values[-1])
+                reduced.append(average_tensors(values) if averaged else values[-1])
     return reduced
 
 
@@ -218,7 +218,7 @@ def make_step_metrics(
     """Return the metrics of a step over `num_examples` examples; `gradients` are N x (mean gradient, variable)."""
     with tf.name_scope("metrics"):
         metrics = StepMetrics(
-            loss=weighted_mean([r.losses["cross_entropy"] for r in results]),
+            loss=average_tensors([r.losses["cross_entropy"] for r in results]),
             accuracy=tf.add_n([r.num_correct for r in results]) / num_examples,
             gradient_norm=update.gradient_norm,
             tower_losses=tf.stack([r.losses["total_loss"] for r in results]),

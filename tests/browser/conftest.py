@@ -12,8 +12,8 @@ from urllib.parse import quote
 import pytest
 from tensorboard import program
 
+from cifar_towers import api
 from cifar_towers.cli.flags import parse_command_line
-from cifar_towers.cli.main import start_training
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
 from cifar_towers.signals import StopSignals
@@ -90,11 +90,12 @@ def page(browser, request):
 def run(browser, tmp_path_factory):
     """Train on two towers, evaluated after each of two epochs of 15 steps, in a directory of its own, like `runs/`."""
     directory = tmp_path_factory.mktemp("runs") / NAME
-    config = parse_command_line(TrainConfig, ["", f"--flagfile={RECIPE}", f"--train_dir={directory}", *SMALL], "")
+    config = parse_command_line(TrainConfig, [f"--flagfile={RECIPE}", f"--train_dir={directory}", *SMALL])
     with pytest.MonkeyPatch.context() as patch:
         small = synthetic.make(1500, 0, 0), synthetic.make(300, 0, 1)
         patch.setattr(synthetic, "load", lambda: small)
-        start_training(config, StopSignals(()))
+        source, config = api.locate_data(config)
+        api.train_run(config, source, StopSignals(()))
     names = "config", "environment", "result"
     contents = {name: json.loads((directory / f"{name}.json").read_text()) for name in names}
     return SimpleNamespace(directory=directory, **contents)

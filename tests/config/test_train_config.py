@@ -8,11 +8,7 @@ from cifar_towers.checkpointing.run_directory import describe_differences
 from cifar_towers.cli.flags import flag_settings, parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import BenchmarkConfig, CompareConfig, EvaluateConfig, ExportConfig, ReportConfig
-from cifar_towers.config.train_config import (
-    names_with,
-    recipe_fields,
-    shared_settings,
-)
+from cifar_towers.config.train_config import make_config, names_with, recipe_fields, shared_settings
 from cifar_towers.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +16,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.cfg"))
 
 
 def parse(*arguments, config_class=TrainConfig):
-    return parse_command_line(config_class, ["program.py", *arguments], "")
+    return parse_command_line(config_class, arguments)
 
 
 USAGE_ERRORS = {
@@ -39,7 +35,6 @@ USAGE_ERRORS = {
         (["--batch_size=100", "--num_gpus=2", "--micro_batches=3"], " in 3 micro-batches each; 96 and 102 can"),
         (["--flagfile=nowhere.cfg"], "Unable to open flagfile"),
         (["--recipe=nonsense"], "recipe=nonsense is not one of cifarnet, resnet20, "),
-        (["--recipe=smoke", f"--flagfile={CONFIGS[0]}"], "both say what to train; give one"),
         (["--seeds=1,x"], "seeds=1,x is not a list of whole numbers"),
         (["--seeds=1,1"], "must be different"),
         (["--profile_steps=9:9"], "profile_steps='9:9' is not a first and a later last step"),
@@ -56,7 +51,10 @@ USAGE_ERRORS = {
         (["--seed=1", "--seeds=2,3"], "are both given"),
         (["--seeds=0,99999999999"], "must be different numbers from 0"),
         (["--epochs=0"], "leave nothing to do"),
-        (["--loss=mine.py:loss", "--label_smoothing=0.2"], "replaces the loss that smooths labels; give --label_smo"),
+        (
+            ["--loss=tests.nets:loss", "--label_smoothing=0.2"],
+            "replaces the loss that smooths labels; give --label",
+        ),
         (["--target_accuracy=94"], "target_accuracy=94.0 is too large; the maximum is 1"),
         (["--strategy=multi_worker", "--seeds=0,1"], "strategy=multi_worker trains one run; give one seed at a time"),
         (["--worker_index=1"], "settings of a cluster need --strategy=multi_worker"),
@@ -93,26 +91,52 @@ def test_usage_error_is_one_line_with_exit_code_2(config_class, arguments, messa
     assert caught.value.exit_code == 2
 
 
-def test_benchmark_takes_its_recipe_from_the_flagfile():
+def test_benchmark_takes_its_recipe_from_the_flags():
     flagfile = f"--flagfile={ROOT / 'configs' / 'speed94.cfg'}"
-    config = parse(flagfile, "--towers=2,1,2", config_class=BenchmarkConfig)
+    config = parse(flagfile, "--recipe=speed94", "--towers=2,1,2", config_class=BenchmarkConfig)
     assert config.tower_counts == (1, 2) and str(config.directory) == "runs/benchmark-speed94"
-    assert config.recipe == parse(flagfile)
+    assert config.recipe == parse("--recipe=speed94")
+    assert parse(flagfile, config_class=BenchmarkConfig).recipe == parse(flagfile)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"lr": 1}, TypeError, "unexpected keyword argument 'lr'"),
+        ({"lookahead": "False"}, UsageError, "lookahead='False' is not of the type bool"),
+        ({"num_gpus": 2.0}, UsageError, "num_gpus=2.0 is not of the type int"),
+        ({"seed": True}, UsageError, "seed=True is not of the type int"),
+        ({"recipe": "sped94"}, UsageError, "recipe=sped94 is not one of cifarnet, "),
+        ({"loss": "nowhere.py:f", "label_smoothing": 0.0}, UsageError, "there is no file"),
+    ],
+)
+def test_settings_from_python_are_checked(settings, error, message):
+    with pytest.raises(error, match=message):
+        make_config(TrainConfig, settings)
+
+
+def test_settings_from_python_are_those_of_the_command_line(tmp_path):
+    config = make_config(TrainConfig, {"recipe": "speed93", "epochs": 3, "train_dir": tmp_path, "seed": None})
+    assert config == parse("--recipe=speed93", "--epochs=3", f"--train_dir={tmp_path}")
 
 
 def test_later_flags_and_flagfiles_override_earlier_ones(tmp_path):
-    recipe = tmp_path / "mine.cfg"
-    recipe.write_text("# a recipe\n--batch_size=96\n--seed=4\n")
-    config = parse("--seed=1", f"--flagfile={recipe}", "--batch_size=48", "--nosoft_placement")
+    mine = tmp_path / "mine.cfg"
+    mine.write_text("# settings\n--batch_size=96\n--seed=4\n")
+    config = parse("--seed=1", f"--flagfile={mine}", "--batch_size=48", "--nosoft_placement")
     assert (config.batch_size, config.seed, config.soft_placement) == (48, 4, False)
-    assert config.name == "mine" and str(config.directory) == "runs/mine-seed4"
-    assert parse("--flagfile", str(recipe)).recipe == "mine"
+    assert config.name == "speed94" and str(config.directory) == "runs/speed94-seed4"
+    mine.write_text("--model=cifarnet\n--epochs=3\n")
+    assert parse("--flagfile", str(mine)) == TrainConfig(model="cifarnet", epochs=3.0)
+    mine.write_text("--recipe=smoke\n--epochs=3\n")
+    assert parse("--flagfile", str(mine)) == parse("--recipe=smoke", "--epochs=3")
     assert str(parse("--train_dir=here").directory) == "here"
 
 
 def test_recipe_is_loaded_and_flags_override_it_wherever_they_stand(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     expected = parse(f"--flagfile={ROOT / 'configs' / 'speed93.cfg'}", "--epochs=3", "--nolookahead")
+    expected = dataclasses.replace(expected, recipe="speed93")
     assert expected.whitening_epochs == 3 and expected.learning_rate == 1.5
     assert parse("--epochs=3", "--recipe=speed93", "--nolookahead") == expected
     assert parse("--recipe", "speed93", "--nolookahead", "--epochs=3") == expected
@@ -120,28 +144,18 @@ def test_recipe_is_loaded_and_flags_override_it_wherever_they_stand(tmp_path, mo
     assert str(parse("--recipe=speed93", "--seed=11").directory) == "runs/speed93-seed11"
 
 
-def test_recipe_is_speed94_unless_a_recipe_a_flagfile_or_a_model_is_given(tmp_path):
-    expected = parse(f"--flagfile={ROOT / 'configs' / 'speed94.cfg'}", "--num_gpus=2")
+def test_recipe_is_speed94_unless_a_recipe_or_a_model_is_given():
+    expected = parse("--recipe=speed94", "--num_gpus=2")
     assert (expected.optimizer, expected.recipe) == ("muon", "speed94")
-    assert parse("--num_gpus=2") == expected == parse("--recipe=speed94", "--num_gpus=2")
+    assert parse("--num_gpus=2") == expected
     assert parse(config_class=BenchmarkConfig).recipe == dataclasses.replace(expected, num_gpus=0)
-    empty = tmp_path / "mine.cfg"
-    empty.write_text("")
-    assert parse(f"--flagfile={empty}") == TrainConfig(recipe="mine")
     assert parse("--model=speednet94") == parse("--recipe=") == TrainConfig()
-
-
-def test_flagfile_may_name_no_recipe(tmp_path):
-    """Two recipes would leave open which settings hold, and which name the run has."""
-    mine = tmp_path / "mine.cfg"
-    mine.write_text("--recipe=speed94\n--epochs=3\n")
-    with pytest.raises(UsageError, match="recipe=speed94 and flagfile=.*mine.cfg both say what to train"):
-        parse(f"--flagfile={mine}")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_recipe_parses_and_states_its_command_and_claim(path):
-    config = parse(f"--flagfile={path}")
+    config = parse(f"--recipe={path.stem}")
+    assert dataclasses.replace(config, recipe="") == parse(f"--flagfile={path}")  # read as a flagfile is
     assert config.name == path.stem
     header = re.match(r"(#.*\n)+", path.read_text()).group()
     assert f"--recipe={path.stem}" in header
@@ -157,12 +171,11 @@ def test_help_has_a_programs_own_flags_and_helpfull_all(capsys, config_class):
         text.append(capsys.readouterr().out)
     short, full = ({*re.findall(r"^  --(?:\[no\])?(\w+)", page, re.M)} for page in text)
     own = {field.name for field in flag_settings(config_class)}
-    assert full == {"flagfile", *own}
+    assert full == own
     assert own - {field.name for field in dataclasses.fields(TrainConfig)} <= short <= full
-    assert all(len(line) <= 100 for line in text[1].splitlines() if not line.startswith("Exit codes"))
+    assert all(len(line) <= 100 for line in text[1].splitlines() if not line.startswith("Recipes"))
     if config_class is TrainConfig:
-        assert len(short) == 12 and f"[{TrainConfig.epochs}; speed94: {parse().epochs}]" in text[0]
-        assert "--image_size (18 to 256)\n" in text[1] and "Exit codes: 0 done, 2 usage" in text[0]
+        assert len(short) == 11 and f"{len(own) - 11} more flags" in text[0]
 
 
 @pytest.mark.parametrize("flag", [["--out=page.html"], ["--out", "page.html"]])

@@ -52,8 +52,6 @@ def test_flips_alternate_between_epochs_or_are_random_or_none():
     assert not flips("none").any()
 
 
-@pytest.mark.parametrize(("count", "size"), [(10, 8), (160, 128), (128, 128), (1, 1)])
-def test_batch_larger_than_the_data_set_is_an_error_with_a_size_to_type(count, size):
-    message = f"batch_size={count + 1} is more than the {count} training examples; give --batch_size={size}$"
-    with pytest.raises(UsageError, match=message):
-        Batches(numbered(count), count + 1, seed=0)
+def test_batch_larger_than_the_data_set_is_an_error():
+    with pytest.raises(UsageError, match="batch_size=11 is more than the 10 training examples"):
+        Batches(numbered(10), 11, seed=0)

@@ -28,37 +28,25 @@ def in_tfds_order(name):
 STORED = {name: in_tfds_order(name) for name in PUBLISHED}
 
 
-def planes(split):
-    return split.images.transpose(0, 3, 1, 2).reshape(len(split.labels), -1)
-
-
-def to_binary(split):
-    return np.concatenate([split.labels[:, None].astype(np.uint8), planes(split)], axis=1).tobytes()
-
-
-def to_pickle(split):
-    return pickle.dumps({b"labels": split.labels.tolist(), b"data": planes(split)})
-
-
-def batches(kind):
-    """Return the files of a version by name."""
+def batches():
+    """Return the published files by name."""
     parts = {f"data_batch_{n + 1}": PUBLISHED["train"].take(slice(n * COUNT, (n + 1) * COUNT)) for n in range(5)}
     parts["test_batch"] = PUBLISHED["test"]
-    suffix, encode = (".bin", to_binary) if kind == "bin" else ("", to_pickle)
-    return {name + suffix: encode(split) for name, split in parts.items()}
+    planes = {name: split.images.transpose(0, 3, 1, 2).reshape(COUNT, -1) for name, split in parts.items()}
+    return {name: pickle.dumps({b"labels": parts[name].labels.tolist(), b"data": planes[name]}) for name in parts}
 
 
-def write(path, kind):
+def write(path):
     """Write a folder of files, or an archive if the path's suffix says so; return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix != ".gz":
         path.mkdir()
-        for name, content in {**batches(kind), "readme.html": b"CIFAR-10"}.items():
+        for name, content in {**batches(), "readme.html": b"CIFAR-10"}.items():
             (path / name).write_bytes(content)
         return path
     with tarfile.open(path, "w:gz") as archive:
-        for name, content in batches(kind).items():
-            member = tarfile.TarInfo(f"cifar-10-batches-{kind}/{name}")
+        for name, content in batches().items():
+            member = tarfile.TarInfo(f"cifar-10-batches-py/{name}")
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
     return path
@@ -77,7 +65,7 @@ def own_place(monkeypatch, tmp_path):
 def small(monkeypatch):
     """Make the small files the right ones."""
     monkeypatch.setattr(cifar10, "DIGESTS", {name: split.digest for name, split in STORED.items()})
-    md5 = {name: hashlib.md5(content).hexdigest() for name, content in batches("py").items()}
+    md5 = {name: hashlib.md5(content).hexdigest() for name, content in batches().items()}
     known = {split: {name: md5[name] for name in names} for split, names in cifar10.BATCHES.items()}
     monkeypatch.setattr(cifar10, "BATCHES", known)
 
@@ -86,7 +74,12 @@ def small(monkeypatch):
 def decoded(monkeypatch, small):
     """Names of the splits that TFDS decoded."""
     names = []
-    monkeypatch.setattr(cifar10, "_from_tfds", lambda directory, name: names.append(name) or STORED[name])
+
+    def load(builder, directory, image_size, wanted):
+        names.extend(wanted)
+        return {name: STORED[name] for name in wanted}
+
+    monkeypatch.setattr(tfds_source, "load", load)
     return names
 
 
@@ -110,13 +103,11 @@ def test_auto_falls_back_to_synthetic_if_nothing_is_here_and_the_host_does_not_a
     assert sources.find("auto", str(tmp_path)).name == "cifar10"
 
 
-def test_failed_download_is_tfdss_error_in_one_or_the_synthetic_set(monkeypatch, tmp_path):
+def test_failed_download_is_tfdss_error_in_one(monkeypatch, tmp_path):
     builder = Mock(side_effect=OSError("TFDS's reason\nand more"))
     monkeypatch.setattr(tfds_source.import_tfds(), "builder", builder)
-    source = sources.find("cifar10", str(tmp_path))
-    with pytest.raises(DataError, match=r"train split: .*TFDS's reason; put cifar-10-binary.tar.gz into .*/manual$"):
-        sources.load(source)
-    assert "TFDS's reason" in sources.load(source, fall_back=True)[0].banner
+    with pytest.raises(DataError, match=rf"train split: .*TFDS's reason; put cifar-10-python.tar.gz into {tmp_path}$"):
+        sources.load(sources.find("cifar10", str(tmp_path)))
 
 
 def test_damaged_prepared_copy_is_an_error_and_not_replaced_by_synthetic_data(tmp_path):
@@ -124,39 +115,36 @@ def test_damaged_prepared_copy_is_an_error_and_not_replaced_by_synthetic_data(tm
     (tmp_path / cifar10.BUILDER / "dataset_info.json").write_text("{}")
     source = sources.find("auto", str(tmp_path))
     assert (source.name, source.banner) == ("cifar10", "")
-    with pytest.raises(DataError, match="train split: .*; delete the copy, and it is prepared again"):
-        sources.load(source, fall_back=True)
+    with pytest.raises(DataError, match=f"train split: .*; delete {tmp_path}/{cifar10.BUILDER}$"):
+        sources.load(source)
 
 
 @pytest.mark.parametrize(
-    ("place", "kind"),
+    "place",
     [
-        ("tfds/cifar-10-batches-bin", "bin"),
-        ("tfds/cifar-10-python.tar.gz", "py"),
-        ("tfds/cifar-10-binary.tar.gz", "bin"),
-        ("data/cifar-10-batches-py", "py"),
-        ("keras/datasets/cifar-10-batches-py-target/cifar-10-batches-py", "py"),
+        "tfds/cifar-10-python.tar.gz",
+        "data/cifar-10-batches-py",
+        "keras/datasets/cifar-10-batches-py-target/cifar-10-batches-py",
     ],
 )
-def test_own_files_in_a_usual_place_are_read_in_tfds_order_and_cached(place, kind, small, tmp_path):
-    copy = write(tmp_path / place, kind)
+def test_own_files_in_a_usual_place_are_read_in_tfds_order_and_cached(place, small, tmp_path):
+    copy = write(tmp_path / place)
     source = sources.find("auto")
     assert (source.name, source.banner) == ("cifar10", "")
-    _, data = sources.load(source)
+    data = sources.load(source)
     for name, split in STORED.items():
         read = getattr(data, name)
         np.testing.assert_array_equal(read.images, split.images)
         np.testing.assert_array_equal(read.labels, split.labels)
         assert read.digest == split.digest and read.labels.dtype == np.int64
     copy.rename(tmp_path / "elsewhere")
-    assert sources.load(sources.find("cifar10"))[1].digests() == cifar10.DIGESTS
+    assert sources.load(sources.find("cifar10")).digests() == cifar10.DIGESTS
 
 
 def test_only_a_data_dir_that_is_given_is_looked_at(small, tmp_path):
-    write(tmp_path / "data/cifar-10-batches-py", "py")
-    with pytest.raises(cifar10.DownloadError, match="no CIFAR-10 in .*/empty, and www.cs.toronto.edu does not answer"):
-        cifar10.check_available(str(tmp_path / "empty"))
-    write(tmp_path / "mine/cifar-10-batches-bin", "bin")
+    write(tmp_path / "data/cifar-10-batches-py")
+    assert cifar10.is_available() and not cifar10.is_available(str(tmp_path / "empty"))
+    write(tmp_path / "mine/cifar-10-batches-py")
     assert are_verified(cifar10.load(str(tmp_path / "mine")))
 
 
@@ -170,23 +158,16 @@ def flip_bit(content):
         ("tfds/cifar-10-python.tar.gz", lambda content: content[: len(content) // 2]),
         ("tfds/cifar-10-python.tar.gz", lambda content: b""),
         ("tfds/cifar-10-batches-py/data_batch_2", flip_bit),
-        ("tfds/cifar-10-batches-py/data_batch_2", lambda content: None),
-        ("tfds/cifar-10-batches-bin/data_batch_2.bin", flip_bit),
-        ("tfds/cifar-10-batches-bin/data_batch_2.bin", lambda content: content[:-1]),
+        ("tfds/cifar-10-batches-py/data_batch_2", lambda content: b""),
     ],
 )
-def test_damaged_copy_is_skipped_with_a_warning(place, damage, decoded, tmp_path, caplog):
+def test_damaged_copy_is_an_error_that_names_it(place, damage, decoded, tmp_path):
     path = tmp_path / place
-    copy = path if path.suffix == ".gz" else path.parent
-    write(copy, "bin" if path.suffix == ".bin" else "py")
-    content = damage(path.read_bytes())
-    path.unlink() if content is None else path.write_bytes(content)
-    assert are_verified(cifar10.load()) and decoded[0] == "train"
-    assert caplog.messages[0].startswith(f"{copy} is not used: ")
-    write(tmp_path / "data/cifar-10-batches-py", "py")
-    cifar10._cached_file("train").unlink()
-    decoded.clear()
-    assert are_verified(cifar10.load()) and not decoded
+    copy = write(path if path.suffix == ".gz" else path.parent)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError, match=f"CIFAR-10's train split: .*; delete {copy}$"):
+        cifar10.load()
+    assert not decoded
 
 
 class Canary:
@@ -194,10 +175,11 @@ class Canary:
         return os.mkdir, ("executed",)
 
 
-def test_pickle_that_is_not_the_published_file_is_not_executed(decoded, tmp_path):
-    copy = write(tmp_path / "data/cifar-10-batches-py", "py")
+def test_pickle_that_is_not_the_published_file_is_not_executed(small, tmp_path):
+    copy = write(tmp_path / "data/cifar-10-batches-py")
     (copy / "data_batch_1").write_bytes(pickle.dumps({b"labels": Canary(), b"data": 0}))
-    assert are_verified(cifar10.load()) and decoded == ["train"]
+    with pytest.raises(DataError, match="data_batch_1 is missing or not the published file"):
+        cifar10.load()
     assert not (tmp_path / "executed").exists()
     pickle.loads((copy / "data_batch_1").read_bytes())
     assert (tmp_path / "executed").exists()
@@ -209,8 +191,8 @@ def test_pickle_that_is_not_the_published_file_is_not_executed(decoded, tmp_path
 def test_second_start_reads_the_cache(decoded):
     assert are_verified(cifar10.load()) and decoded == ["train", "test"] and len(files()) == 2
     for dataset in ("cifar10", "auto"):
-        source, data = sources.load(sources.find(dataset))
-        assert source.name == "cifar10" and data.digests() == cifar10.DIGESTS
+        source = sources.find(dataset)
+        assert source.name == "cifar10" and sources.load(source).digests() == cifar10.DIGESTS
     assert decoded == ["train", "test"]
 
 
@@ -219,11 +201,10 @@ def test_second_start_reads_the_cache(decoded):
     [
         flip_bit,
         lambda content: content[:-1],
-        lambda content: content[: len(content) // 2],
         lambda content: content[:-8] + b"\xff" * 8,  # a label that no class has
         lambda content: b"",
     ],
-    ids=["flipped bit", "missing byte", "half", "wrong label", "empty"],
+    ids=["flipped bit", "missing byte", "wrong label", "empty"],
 )
 def test_damaged_cache_is_reported_and_replaced(decoded, caplog, damage):
     cifar10.load()
@@ -253,21 +234,16 @@ needs_data = pytest.mark.skipif(not cifar10.is_prepared(REAL), reason="no prepar
 
 
 @needs_data
-def test_real_test_split_is_read_alike_from_tfds_and_from_the_published_binary_file(tmp_path):
+def test_real_test_split_has_the_published_counts_and_moments():
     (test,) = cifar10.load(str(REAL), ["test"]).values()
     assert test.digest == cifar10.DIGESTS["test"] and (test.class_counts() == 1000).all()
     np.testing.assert_allclose(test.images.mean((0, 1, 2)) / 255, [0.4942, 0.4851, 0.4504], atol=1e-3)
-    place = np.argsort(cifar10.stored_order("test", 10_000))
-    (tmp_path / "cifar-10-batches-bin").mkdir()
-    (tmp_path / "cifar-10-batches-bin/test_batch.bin").write_bytes(to_binary(test.take(place)))
-    cifar10._cached_file("test").unlink()
-    assert cifar10.load(str(tmp_path), ["test"])["test"].digest == test.digest
 
 
 @needs_data
 @pytest.mark.slow
 def test_real_data_set_has_the_published_counts_and_moments():
-    _, data = sources.load(sources.find("cifar10", str(REAL)), validation_examples=5000)
+    data = sources.load(sources.find("cifar10", str(REAL)), validation_examples=5000)
     assert [len(s.labels) for s in (data.train, data.validation, data.test)] == [45_000, 5_000, 10_000]
     pixels = data.train.images.reshape(-1, 3) / 255
     np.testing.assert_allclose(pixels.mean(0), [0.4914, 0.4822, 0.4465], atol=1e-3)

@@ -12,11 +12,11 @@ from cifar_towers.data.dataset import DatasetInfo, moments
 @pytest.mark.parametrize("at_once", [1, 4])
 def test_moments_by_hand(monkeypatch, at_once):
     monkeypatch.setattr(dataset, "PIXELS_PER_CHUNK", at_once)
-    images = np.zeros((2, 1, 2, 2), np.uint8)
-    images[0, 0, :, 0] = 10, 20
-    images[1, 0, :, 0] = 30, 40
+    images = np.zeros((2, 1, 2, 3), np.uint8)
+    images[:, 0, :, 0] = [10, 20], [30, 40]
+    images[:, 0, :, 2] = 255
     mean, std = moments(images)
-    assert mean == (25.0, 0.0) and std == (pytest.approx(np.sqrt(125)), 1.0)
+    assert mean == (25.0, 0.0, 255.0) and std == (pytest.approx(np.sqrt(125)), 1.0, 1.0)
 
 
 def test_chunks_have_at_most_so_many_pixels():

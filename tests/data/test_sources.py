@@ -6,7 +6,6 @@ import pytest
 from cifar_towers.data import sources, synthetic
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import UsageError
-from cifar_towers.registry import BUILT_IN, PREFIXES
 
 SPLITS = {"train": synthetic.make(20, 0, 0), "validation": synthetic.make(8, 0, 2), "test": synthetic.make(10, 0, 1)}
 
@@ -16,9 +15,8 @@ def source_of(*names):
 
 
 def test_name_that_cannot_be_that_of_a_data_set_is_refused():
-    assert {*sources.OWN_DATA} == {*PREFIXES}
     for name in ("Other", "photos/", "cifar-10", "labels.csv", "npz:", "folder:"):
-        with pytest.raises(UsageError, match=f"dataset={name} is not {', '.join(BUILT_IN)}, folder:<folder>, csv:<"):
+        with pytest.raises(UsageError, match=f"dataset={name} is not "):
             sources.find(name)
 
 
@@ -38,19 +36,16 @@ def test_synthetic_is_balanced_seeded_and_disjoint():
     assert synthetic.make(500, 0, 0).digest == train.digest != test.digest
 
 
-def test_validation_split_of_a_source_is_used_unless_examples_are_held_out(caplog):
-    caplog.set_level("INFO", "cifar_towers")
+def test_validation_split_of_a_source_is_used_unless_examples_are_held_out():
     source = source_of(*SPLITS)
-    _, data = sources.load(source)
-    assert data.digests() == {name: split.digest for name, split in SPLITS.items()}
-    _, data = sources.load(source, validation_examples=5)
+    assert sources.load(source).digests() == {name: split.digest for name, split in SPLITS.items()}
+    data = sources.load(source, validation_examples=5)
     assert (len(data.train.labels), len(data.validation.labels)) == (15, 5)
-    assert caplog.messages[-1] == "new validation: not used, as validation_examples=5"
 
 
 def test_held_out_images_leave_some_of_each_class():
-    for count, message in ((15, "leaves no images of .* to train on; give fewer"), (20, "leaves none of 20 to train")):
-        with pytest.raises(UsageError, match=f"validation_examples={count} {message}"):
+    for count in (15, 20, 30):
+        with pytest.raises(UsageError, match=f"validation_examples={count} leaves a class without images to train on"):
             sources.load(source_of(*SPLITS), validation_examples=count)
 
 
@@ -59,7 +54,7 @@ def test_source_with_a_test_split_alone_is_scored_and_not_trained_on():
     assert sources.load_split(only_test).digest == SPLITS["test"].digest
     small = sources.load_split(only_test, "test", 16)
     assert small.images.shape == (10, 16, 16, 3) and small.info.image_size == 16
-    with pytest.raises(UsageError, match="dataset=new has no train examples; give a data set that"):
+    with pytest.raises(UsageError, match="dataset=new has no train examples"):
         sources.load(only_test)
-    with pytest.raises(UsageError, match="new has no test examples; give a data set that has test"):
+    with pytest.raises(UsageError, match="new has no test examples"):
         sources.load_split(source_of("train", "validation"))

@@ -1,7 +1,7 @@
 """A worker of a cluster is killed, stopped, interrupted or cut off, or its Slurm job is preempted: the others end, and
 the restarted run loses no bit.
 
-`scripts/launch.py` starts the workers, and restarts all of them from the last checkpoint.
+The launcher starts the workers, and restarts all of them from the last checkpoint.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from pathlib import Path
 
 from tests.faults import harness
 from tests.faults.harness import Experiment, Trial, check
-from tests.faults.hooks import SCRIPTS
-from tests.faults.runs import Run, last_recorded, script
+from tests.faults.runs import Run, command, last_recorded
 from tests.faults.subjects import OURS
+from tests.programs import COMMAND
 
 STEPS = 60
 TIMEOUT = 240.0  # seconds that no run takes
@@ -30,7 +30,7 @@ FLAGS = (
     *("--dataset=synthetic", "--model=cifarnet", "--batch_size=24", "--precision=float32"),
     *("--checkpoint_every_steps=7", "--summary_every_steps=1", "--eval_every_epochs=0", f"--max_steps={STEPS}"),
 )
-BATCH_SCRIPT = SCRIPTS.parent / "docs" / "cluster" / "train.sbatch"
+BATCH_SCRIPT = Path(__file__).parents[2] / "docs/cluster/train.sbatch"
 SRUN = f"""#!{sys.executable}
 # Starts the tasks as `srun` does, and passes signals on to all of them.
 import os, signal, subprocess, sys
@@ -79,10 +79,10 @@ def cut_network(trial: Trial) -> str:
                 f"--workers={','.join(f'{host}:5000' for host in hosts)}",
                 f"--worker_index={index}",
             ]
-            command = [*prefix, sys.executable, str(SCRIPTS / "launch.py"), *flags]
+            words = [*prefix, *COMMAND, "launch", *flags]
             scratch = trial.scratch / f"worker{index}"
             scratch.mkdir()
-            workers.append(stack.enter_context(Run(scratch, functools.partial(os.execvp, command[0], command))))
+            workers.append(stack.enter_context(Run(scratch, functools.partial(os.execvp, words[0], words))))
             workers[-1].directory = trial.scratch / "run"
         wait_for_step(workers[0], after)
         link = ["ip", "-n", namespace, "link", "set", "link1"]
@@ -124,15 +124,14 @@ def preempt_job(trial: Trial) -> str:
 
 
 def launched(count: int, scratch: Path) -> Run:
-    """`launch.py` with this many workers that train in `scratch/run`."""
-    return Run(scratch, script("launch.py", (f"--num_workers={count}", "--", *FLAGS, f"--train_dir={scratch / 'run'}")))
+    """Start the launcher with this many workers, which train in `scratch/run`."""
+    return Run(scratch, command("launch", (f"--num_workers={count}", "--", *FLAGS, f"--train_dir={scratch / 'run'}")))
 
 
 def run_batch_script(submit: Path) -> None:
     """Replace this process by the batch script, as Slurm runs it on one node with two tasks."""
-    for name, target in ((".venv", sys.prefix), ("scripts", SCRIPTS)):
-        if not (submit / name).exists():
-            (submit / name).symlink_to(target)
+    if not (submit / ".venv").exists():
+        (submit / ".venv").symlink_to(sys.prefix)
     programs = submit / "bin"
     programs.mkdir(exist_ok=True)
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):

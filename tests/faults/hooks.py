@@ -4,7 +4,6 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from cifar_towers import trainer
 from cifar_towers.checkpointing.run_directory import RunDirectory
@@ -14,7 +13,6 @@ from cifar_towers.reporting.console import Progress
 from cifar_towers.training import step
 from cifar_towers.training.step import StepRunner
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 STARTED = "writing to"
 RESUMED = re.compile(r"(?:resuming from|is complete at) step (\d+)")
 SAVED = re.compile(r"saved step (\d+)")
@@ -33,8 +31,7 @@ def train(flags: Sequence[str], *, small: bool = True, prepare: Callable[[], Non
     if small:
         synthetic.load = lambda: small_data()
     prepare()
-    sys.argv = ["train.py", *flags]
-    main.train()
+    sys.exit(main.main(["train", *flags]))
 
 
 # Each part of a run: the owner and name of a function, and whether that makes the function that is called

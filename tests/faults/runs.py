@@ -1,6 +1,6 @@
 """Whole training runs as child processes; kills at random moments; runs of one seed compared.
 
-A run is the program itself in a forked child. One in ten is `scripts/train.py` from `exec` on, with the import of
+A run is the program itself in a forked child. One in ten is the command from `exec` on, with the import of
 TensorFlow and the full synthetic set.
 """
 
@@ -22,6 +22,7 @@ from cifar_towers.reporting.run_records import read_records
 from tests.faults import harness, hooks, subjects
 from tests.faults.harness import Child, Experiment, Trial, check
 from tests.faults.subjects import BACKUP, MANAGER, OURS
+from tests.programs import COMMAND
 
 STEPS = 30
 FLAGS = (
@@ -29,7 +30,7 @@ FLAGS = (
     *("--num_gpus=2", "--whitening_images=200", "--nesterov", "--weight_decay=0.001", "--ema_decay=0.5"),
     *("--checkpoint_every_steps=3", "--summary_every_steps=1"),
 )
-SMALL, FULL, SCRIPT = "small", "full", "script"  # few images in a child, all in a child, all by scripts/train.py
+SMALL, FULL, SCRIPT = "small", "full", "script"  # few images in a child, all in a child, all by the command
 SMALL_FLAGS = ("--epochs=2", "--eval_every_epochs=0.5")  # evaluates after steps 8, 16, 24
 FULL_FLAGS = ("--epochs=0.06", "--eval_every_epochs=0.04")  # after step 20
 PEER_STARTS = 3  # until an undisturbed run of a peer must have finished; ours has one
@@ -84,14 +85,14 @@ def train(
     if subject != OURS:
         return Run(scratch, functools.partial(subjects.train_peer, subject, scratch / "run"))
     if kind == SCRIPT:
-        return Run(scratch, script("train.py", flags))
+        return Run(scratch, command("train", flags))
     hooks.small_data()  # once, in the parent
     return Run(scratch, functools.partial(hooks.train, flags, small=kind == SMALL, prepare=prepare))
 
 
-def script(name: str, flags: Sequence[str]) -> Callable[[], object]:
-    """Return a function that replaces its process by a script."""
-    return functools.partial(os.execv, sys.executable, [sys.executable, str(hooks.SCRIPTS / name), *flags])
+def command(program: str, flags: Sequence[str]) -> Callable[[], object]:
+    """Return a function that replaces its process by a program."""
+    return functools.partial(os.execv, sys.executable, [*COMMAND, program, *flags])
 
 
 def newest_saved(directory: Path) -> int:

@@ -176,7 +176,6 @@ SYNCHRONIZED = {"synchronized": True}
         (lambda: Trained(), {}, "overrides train_step, which towers would not run; leave it out"),
         (lambda: net(L.BatchNormalization(synchronized=True, name="norm")), {}, "synchronized layer norm"),
         (lambda: net(OwnNorm(name="own")), SYNCHRONIZED, "does not reach .*own/mean, of no BatchNormalization"),
-        (lambda: 3, {}, "returns int, not a Keras model"),
     ],
 )
 def test_models_that_towers_would_train_wrongly_are_refused(make, options, message):

@@ -66,7 +66,6 @@ def test_cluster_from_slurm(monkeypatch, node, place, index):
         ({}, {"workers": "a:5000", "worker_index": 0}, "a cluster has two or more workers"),
         ({}, {"workers": "a:5000,a:5000", "worker_index": 0}, "each at its own host:port"),
         ({}, {"workers": "a:5000,b", "worker_index": 0}, "each at its own host:port"),
-        (tf_config("ps"), {}, "a task of type ps trains nothing"),
         ({}, {"workers": "a:1,b:1,c:1,d:1,e:1", "worker_index": 0}, "batch_size=48 cannot be shared by 5 towers"),
         ({}, {"workers": "a:1,b:1,c:1,d:1,e:1", "worker_index": 0, "num_gpus": 2}, "cannot be shared by 10 towers"),
     ],
@@ -83,16 +82,16 @@ def test_only_strategy_multi_worker_makes_a_cluster():
 
 @pytest.mark.parametrize("workers", [2, 6])
 def test_the_job_on_kubernetes_makes_a_cluster_of_any_small_number_of_workers(tmp_path, workers):
-    """Run the container's shell script with a program in place of Python that prints its arguments."""
+    """Run the container's shell script with a program in place of the command that prints its arguments."""
     job = (Path(__file__).parents[2] / "docs/cluster/job.yaml").read_text()
     script = textwrap.dedent(job.partition("- |\n")[2].partition("          ports:")[0])
-    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "cifar-towers").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "cifar-towers").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     environment = {"PATH": path, "WORKERS": str(workers), "JOB_COMPLETION_INDEX": "1"}
     out = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=True).stdout
     launcher, _, flags = out.partition("\n--\n")
-    assert launcher.splitlines() == ["scripts/launch.py", "--max_restarts=100"]
-    cluster = resolve_cluster(parse_command_line(TrainConfig, ["train.py", *flags.splitlines()], ""), {})
+    assert launcher.splitlines() == ["launch", "--max_restarts=100"]
+    cluster = resolve_cluster(parse_command_line(TrainConfig, flags.splitlines()), {})
     assert cluster.index == 1 and cluster.size == workers
     assert cluster.addresses[-1] == f"cifar-towers-{workers - 1}.cifar-towers:5000"

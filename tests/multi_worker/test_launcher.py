@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from cifar_towers.cli.flags import help_text
+from cifar_towers.cli.flags import flag_settings, help_text
 from cifar_towers.config.programs import LaunchConfig
 from cifar_towers.errors import DataError, DivergedError, RunError, UsageError, WorkerLostError, interrupt_exit_code
 from cifar_towers.multi_worker import launcher
@@ -49,7 +49,7 @@ def test_restarts_only_after_exit_codes_that_may_not_recur(launch, code, num_sta
 
 
 def test_the_help_names_the_exit_codes_after_which_there_is_no_restart():
-    text = " ".join(help_text(LaunchConfig, "").split())
+    text = " ".join(help_text(flag_settings(LaunchConfig), "", is_full=True).split())
     assert "restarts; none after exit codes {}, {}, {} and {}".format(*launcher.FINAL) in text
 
 

@@ -44,7 +44,7 @@ def _config(directory, recipe, seed):
 
 
 def _environment(recipe, seed, towers):
-    command = ["python", "scripts/train.py", f"--flagfile=configs/{recipe}.cfg", f"--seed={seed}", "--data_dir=/a b"]
+    command = ["cifar-towers", "train", f"--recipe={recipe}", f"--seed={seed}", "--data_dir=/a b"]
     return {
         "command": command, "python": "3.11.2", "platform": "Linux-6.1", "processor": "AMD EPYC", "cores": 2,
         "packages": {"tensorflow": "2.21.0", "keras": "3.15.1", "numpy": "2.4.6"}, "git_revision": f"abc123{seed}",
@@ -54,9 +54,6 @@ def _environment(recipe, seed, towers):
         "variables": [
             {"name": f"{name}/kernel", "shape": [3, channels], "bytes": 4 * parameters, "device": "/CPU:0"}
             for name, _, channels, parameters in LAYERS
-        ],
-        "model": [
-            {"name": n, "kind": k, "output": [32, 32, c], "parameters": p, "flops": 2000 * p} for n, k, c, p in LAYERS
         ],
     }  # fmt: skip
 

@@ -186,7 +186,7 @@ def test_program(tmp_path, monkeypatch, capsys):
     for name in ("run", "other"):
         write_records(tmp_path / name, [{"kind": "train", "step": 3, "epoch": 1, "loss": 0.5}])
     monkeypatch.chdir(tmp_path)
-    assert call(monkeypatch, "report.py", "run", tmp_path / "other") == 0 and capsys.readouterr().out == "report.html\n"
+    assert call(monkeypatch, "report", "run", tmp_path / "other") == 0 and capsys.readouterr().out == "report.html\n"
     assert Page((tmp_path / "report.html").read_text()).row("other")
     with pytest.raises(RunError, match="cannot be written: .*--out=FILE"):
         html_report.write(run_records.read_runs([tmp_path / "run"]), tmp_path / "none" / "page.html")

@@ -123,11 +123,11 @@ def test_result_ends_with_the_score_that_the_run_reports(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("program", "command"),
-    [("scripts/train.py", ["python", "scripts/train.py"]), ("cifar-towers-train", ["cifar-towers-train"])],
+    [("cifar_towers/__main__.py", "cifar-towers"), ("bin/cifar-towers", "bin/cifar-towers")],
 )
 def test_command_can_be_typed_again(monkeypatch, program, command):
     monkeypatch.setattr("sys.argv", [program, "--seed=3"])
-    assert run_logger.describe_machine()["command"] == [*command, "--seed=3"]
+    assert run_logger.describe_machine()["command"] == [command, "--seed=3"]
 
 
 def test_installed_copy_ignores_the_repository_around_it(monkeypatch):

@@ -4,7 +4,6 @@ import contextlib
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from signal import SIGTERM
 
 import numpy as np
@@ -12,8 +11,8 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from cifar_towers import api
 from cifar_towers.checkpointing.checkpoint import checkpoint_path, list_checkpoints
-from cifar_towers.cli.main import start_training
 from cifar_towers.data import synthetic
 from cifar_towers.models import user_model
 from cifar_towers.reporting import figures
@@ -50,7 +49,8 @@ def draw_nothing(*_):
 def run(config, train_dir="", stop=None, callbacks=(), **settings):
     """Train with `config`, some settings replaced, and return the result."""
     config = replace(config, train_dir=str(train_dir or config.train_dir), **settings)
-    return start_training(config, stop or StopSignals(()), callbacks=callbacks, make_handle=Path)
+    source, config = api.locate_data(config)
+    return api.train_run(config, source, stop or StopSignals(()), callbacks=callbacks)
 
 
 class StopAtStep:

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from signal import SIGTERM
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +21,7 @@ class Recorder:
         self.calls = []
 
     def on_start(self, run):
-        self.calls.append(("start", run))
+        self.calls.append(("start", run.directory))
 
     def on_step(self, step, metrics):
         self.calls.append((step, metrics))
@@ -29,7 +30,7 @@ class Recorder:
         self.calls.append((step, evaluation["split"], evaluation["accuracy"]))
 
     def on_end(self, run):
-        self.calls.append(("end", run, (run / "result.json").exists()))
+        self.calls.append(("end", run.directory, run.result is not None))
 
 
 def fail_at(step, error):
@@ -112,12 +113,12 @@ def test_after_an_error_those_that_were_started_are_told_of_the_end():
             raise ValueError("not the first")
 
     told, failing, untold = Recorder(), Failing(), Recorder()
-    callbacks = Callbacks([told, failing, untold], Path("run"))
+    callbacks = Callbacks([told, failing, untold], opened := SimpleNamespace(directory="run", result=None))
     with pytest.raises(ValueError, match="the first error"), callbacks.until_end():
         callbacks.start()
         callbacks.step(1, {"loss": 1})
-    assert told.calls == [("start", Path("run")), ("end", Path("run"), False)]
-    assert failing.calls == [("start", Path("run")), ("end", Path("run"))] and untold.calls == []
+    assert told.calls == [("start", "run"), ("end", "run", False)]
+    assert failing.calls == [("start", "run"), ("end", opened)] and untold.calls == []
 
 
 def test_callbacks_that_change_their_arguments_or_fail_at_the_end_leave_a_complete_run(tmp_path):

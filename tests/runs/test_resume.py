@@ -156,7 +156,7 @@ def test_compare_runs_prints_differences(saved_run, tiny_run, monkeypatch, capsy
     next(line for line in lines if line["kind"] == "train" and line["step"] == 7)["loss"] += 1e-6
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     result.write_text(json.dumps(json.loads(result.read_text()) | {"weights_sha256": "0" * 64}))
-    assert call(monkeypatch, "compare_runs.py", original, changed) == 1  # the exit code
+    assert call(monkeypatch, "compare-runs", original, changed) == 1  # the exit code
     output = capsys.readouterr().out
     assert lines_with(output, "losses", "step 7", "step 6")
     assert lines_with(output, "weights", "same", "step-9") and "0" * 16 in output

@@ -146,4 +146,4 @@ def test_a_missing_git_and_a_failed_checkout_are_one_line(tmp_path, monkeypatch,
 
 def test_every_flag_of_the_runs_is_one_of_train():
     for flags in compare_revisions.RUNS.values():
-        parse_command_line(TrainConfig, ["train.py", *compare_revisions.COMMON.split(), *flags.split()], "")
+        parse_command_line(TrainConfig, [*compare_revisions.COMMON.split(), *flags.split()])

@@ -7,7 +7,6 @@ from cifar_towers.towers import (
     all_reduce_mean,
     make_parallel,
     make_parallel_model,
-    map_on_towers,
     num_replicas,
     run_on_towers,
     run_on_towers_synchronized,
@@ -90,12 +89,11 @@ def test_different_numbers_of_calls_are_an_error(towers, skipping):
         run_synchronized(fn, towers(3), tf.ones([3]))
 
 
-@pytest.mark.parametrize("options", [{"shards": [1.0, 2.0, 3.0]}, {"shards": [1.0]}, {"weights": [1, 1, 1]}])
-def test_one_shard_and_one_weight_per_tower(towers, options):
-    """A shard without a tower would be dropped, and a weight without a tower would be waited for."""
-    arguments = {"shards": [1.0, 2.0]} | options
-    with pytest.raises(ValueError, match="2 towers need one shard and one weight each"):
-        tf.function(lambda: run_on_towers_synchronized(lambda tower, shard: shard, towers(2), **arguments))()
+@pytest.mark.parametrize("shards", [[1.0, 2.0, 3.0], [1.0]])
+def test_one_shard_per_tower(towers, shards):
+    """A shard without a tower would be dropped."""
+    with pytest.raises(ValueError, match="argument 2 is (longer|shorter)"):
+        tf.function(lambda: run_on_towers_synchronized(lambda tower, shard: shard, towers(2), shards))()
 
 
 def test_towers_are_synchronized_in_a_graph_only(towers):
@@ -111,10 +109,11 @@ class Centered(keras.layers.Layer):
 def test_towers_that_do_not_meet_have_no_mean(towers):
     """They would take the mean of their shards for it."""
     shards, model = split_batch(tf.range(4.0), towers(2)), keras.Sequential([keras.Input((3,)), Centered()])
+    parallel = make_parallel_model(model, towers(2))
     for run in (
         lambda: run_on_towers(lambda tower, shard: all_reduce_mean(shard), towers(2), shards),
         lambda: make_parallel(lambda x: all_reduce_mean(x), towers(2), x=tf.range(4.0)),
-        lambda: make_parallel_model(model, towers(2)),
+        lambda: parallel(tf.ones([4, 3]), training=True),
     ):
         for call in (run, tf.function(run, autograph=False)):
             with pytest.raises(RuntimeError, match=r"all_reduce_mean; call run_on_towers_synchronized"):
@@ -128,9 +127,6 @@ def test_a_batch_of_its_own_has_a_mean_without_meeting(towers):
     np.testing.assert_array_equal(model(x, training=True), x - x.mean(0))
     (alone,) = run_on_towers(lambda tower, shard: all_reduce_mean(shard), towers(1), [tf.range(4.0)])
     np.testing.assert_array_equal(alone, np.arange(4))
-    batches = tf.data.Dataset.from_tensor_slices(x).batch(2)
-    results = list(map_on_towers(lambda batch: Centered()(batch, training=True), batches, towers(2)))
-    np.testing.assert_array_equal(results, [[[-1.5] * 3, [1.5] * 3]] * 2)
 
     def nested(tower, x):
         return run_on_towers(lambda inner, part: all_reduce_mean(part), towers(2), tf.split(x, 2))

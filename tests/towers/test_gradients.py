@@ -60,11 +60,6 @@ def test_weights_may_be_tensors():
         ((mean, _),) = average_gradients([[(first, W)], [(second, W)]], weights=weights)
         np.testing.assert_allclose(mean, [2.0, 3.0], rtol=1e-6)
     np.testing.assert_allclose(in_graph([3, 1]), [2.0, 3.0], rtol=1e-6)
-    with pytest.raises(ValueError, match="must be 2 numbers, one a tower"):
-        average_gradients([[(first, W)], [(second, W)]], weights=[tf.constant(-1.0), 2.0])
-    for weights in ([-1, 2], [0, 0]):
-        with pytest.raises(tf.errors.InvalidArgumentError, match="must be 2 numbers, one a tower"):
-            in_graph(weights)
 
 
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float64])
@@ -78,10 +73,10 @@ def test_dtype_is_preserved(dtype):
 @pytest.mark.parametrize(
     ("towers", "weights", "message"),
     [
-        ([], None, "at least one tower"),
-        *(([[(None, W)]] * 2, weights, "2 numbers, one a tower") for weights in ([1], [1, -1], [0, 0])),
-        ([[(None, W)], [(None, B)]], None, r"tower_1 .* variable 0: tower_1 has 'b:0' of .*, tower_0 has 'w:0'"),
-        ([[(None, W), (None, B)], [(None, W)]], None, "variable 1: tower_1 has none, tower_0 has 'b:0'"),
+        ([[(tf.constant([1.0, 1.0]), W)]] * 2, [1], "shorter"),
+        ([[(None, W)], [(None, B)]], None, r"tower_1 has 'b:0' of shape \(1,\) where tower_0 has 'w:0' of .*\(2,\)"),
+        ([[(None, W), (None, B)], [(None, W)]], None, "shorter"),
+        ([[(None, W)], [(None, keras.Variable([1.0], name="other"))]], None, "tower_1 has 'other'"),
     ],
 )
 def test_average_gradients_rejects(towers, weights, message):
@@ -89,28 +84,10 @@ def test_average_gradients_rejects(towers, weights, message):
         average_gradients(towers, weights)
 
 
-def test_unnamed_variables_in_another_order_are_named_by_place_and_shape():
-    one, two = tf.Variable([1.0, 2.0, 3.0]), tf.Variable([1.0])
-    shapes = r"tower_1 has 'Variable:0' of shape \(1,\), tower_0 has 'Variable:0' of shape \(3,\); .* same order$"
-    with pytest.raises(ValueError, match=f"variable 0: {shapes}"):
-        average_gradients([[(None, one), (None, two)], [(None, two), (None, one)]])
-    with pytest.raises(ValueError, match=f"variable 1: {shapes}"):
-        average_gradients([[(None, two), (None, one)], [(None, two), (None, tf.Variable([2.0]))]])
-
-
 @pytest.mark.parametrize("make", [tf.Variable, keras.Variable])
-@pytest.mark.parametrize("count", [1, 2])
-def test_gradient_and_variable_swapped_are_an_error_of_their_own(make, count):
-    first, second = make([1.0, 2.0], name="first"), make([1.0], name="second")
-    towers = [[(first * 2, first), (second, second * 2)]] * count
-    message = r"pair 1 of tower_0 .*'second(:0)?' of shape \(1,\).*\(gradient, variable\).*zip\(gradients, variables\)"
-    with pytest.raises(ValueError, match=message):
-        average_gradients(towers)
-
-
-def test_mean_is_on_the_device_of_the_variable():
+def test_mean_is_on_the_device_of_the_variable(make):
     with tf.device("/CPU:3"):
-        v = tf.Variable([1.0])
+        v = make([1.0])
 
     @tf.function
     def mean():

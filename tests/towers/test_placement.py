@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import keras
 import pytest
@@ -58,14 +59,6 @@ def test_placement_does_not_change_initial_values(towers):
         assert (one == other).all()
 
 
-def test_least_loaded_rejects_an_unknown_shape(towers):
-    with (
-        pytest.raises(ValueError, match=r"variable growing has shape \(None, 3\).* round_robin"),
-        variable_placement("least_loaded", towers(2)),
-    ):
-        tf.Variable(tf.zeros([1, 3]), shape=tf.TensorShape([None, 3]), name="growing")
-
-
 def test_pin_to_device_overrides_the_policy(towers):
     for policy in ("cpu", "round_robin"):
         with variable_placement(policy, towers(2)), pin_to_device("/CPU:3"):
@@ -73,15 +66,6 @@ def test_pin_to_device_overrides_the_policy(towers):
             with pin_to_device("/CPU:4"):
                 inner = tf.Variable(0.0)
         assert device_indices([variable, inner]) == [3, 4]
-
-
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [("moon", "placement 'moon' is not one of cpu"), ("round_robin", "round_robin spreads variables over towers")],
-)
-def test_variable_placement_rejects(policy, message):
-    with pytest.raises(ValueError, match=message), variable_placement(policy):
-        pass
 
 
 def test_the_flag_has_all_placements():
@@ -100,6 +84,6 @@ def test_placement_report_lists_bytes_and_devices(towers):
         v = tf.Variable(tf.zeros([10, 3]), name="v")
     step = tf.function(lambda: run_on_towers(lambda tower, _: tf.sin(v), towers(2), [0, 0]))
     table = placement_report(step.get_concrete_function(), towers(2))
-    assert "v         (10, 3)    120  /CPU:1" in table
+    assert re.search(r"^v +\(10, 3\) +120 bytes +/CPU:1$", table, re.M)
     assert "/CPU:1: 120 bytes of variables" in table
     assert "tower_1: " in table and "operations on /CPU:1" in table

@@ -24,13 +24,9 @@ def test_first_shards_have_the_remainder(towers):
 @pytest.mark.parametrize(
     ("batch", "count", "message"),
     [
-        (tf.range(3), 4, "3 examples .*4 towers"),
-        (
-            tf.range(11),
-            4,
-            r"11 examples .*4 towers.* 8 or 12.*drop_remainder=True.*allow_uneven=True.*weights=\[3, 3, 3, 2\]\)$",
-        ),
-        ([tf.range(3), tf.range(4)], 2, r"axis 0.* \[3, 4\]"),
+        (tf.range(3), 4, "3 examples .* into 4 parts"),
+        (tf.range(11), 4, r"11 examples .* 4 parts: .*drop_remainder=True.*allow_uneven=True.*weights="),
+        ([tf.range(3), tf.range(4)], 2, r"axis 0.* {3, 4}"),
     ],
     ids=["too few examples", "uneven shards", "different lengths"],
 )
@@ -39,17 +35,16 @@ def test_split_batch_refuses(towers, batch, count, message):
         split_batch(batch, towers(count))
 
 
-@pytest.mark.parametrize("sizes", [[4, 0], [-1, 5], [3, 2], [4]])
-def test_sizes_without_an_example_for_each_tower_are_refused(towers, sizes):
+def test_no_shard_is_empty(towers):
     """The mean over an empty shard is NaN."""
-    with pytest.raises(ValueError, match=rf"sizes=\[{str(sizes)[1:-1]}\] must be 2 positive numbers.* add up to 4"):
-        split_batch(tf.range(4), towers(2), sizes=sizes)
+    with pytest.raises(ValueError, match="3 examples"):
+        split_batch(tf.range(3), towers(4), allow_uneven=True)
 
 
 def test_micro_batches_have_equal_sizes():
     """The mean over parts of different sizes is not the mean over the examples."""
     assert [part.numpy().tolist() for part in run_micro_batches(tf.identity, tf.range(4), 2)] == [[0, 1], [2, 3]]
-    with pytest.raises(ValueError, match="3 examples cannot be shared evenly by 2 micro-batches"):
+    with pytest.raises(ValueError, match="3 examples cannot be split evenly into 2 parts"):
         run_micro_batches(tf.identity, tf.range(3), 2)
 
 

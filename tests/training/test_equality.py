@@ -169,7 +169,7 @@ def test_stages_equal_one_device(towers, batches, witness, stages, parts):
 def test_stages_hold_their_variables_for_every_image_size(towers):
     """A net that leaves the size open is cut for the run's images, where its variables live as where it computes."""
     config = TrainConfig(model="speednet94", strategy="stages", num_gpus=4, image_size=64, batch_size=8)
-    _, data = sources.load(sources.find("synthetic"), image_size=64)
+    data = sources.load(sources.find("synthetic"), image_size=64)
     state, _ = build.make_training(config, towers(4), "float32", data.train, RunLength(1, 1, 1))
     stages = cut_in_stages(state.model, [tower.device for tower in towers(4)], open_size=64)
     for stage in stages:

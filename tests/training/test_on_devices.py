@@ -5,9 +5,7 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,10 +14,10 @@ from tensorflow.python.eager import context
 from cifar_towers.config import TrainConfig
 from cifar_towers.towers.placement import HOST, short_device
 from tests.configs import recipe
+from tests.programs import COMMAND
 from tests.training.runs import Run
 
 pytestmark = pytest.mark.gpu
-TRAIN = Path(__file__).parents[2] / "scripts/train.py"
 ASSIGNMENTS = ("AssignVariableOp", "AssignSubVariableOp", "AssignAddVariableOp")
 
 
@@ -79,7 +77,7 @@ def test_killed_deterministic_run_resumes_to_the_same_bits(tmp_path, small_folde
     flags += ["--num_gpus=2", "--max_steps=60", "--checkpoint_every_steps=5", "--eval_every_epochs=0"]
 
     def start(name):
-        return subprocess.Popen([sys.executable, TRAIN, *flags, f"--train_dir={tmp_path / name}"], env=os.environ)
+        return subprocess.Popen([*COMMAND, "train", *flags, f"--train_dir={tmp_path / name}"], env=os.environ)
 
     assert start("whole").wait() == start("again").wait() == 0
     killed = start("killed")
@@ -94,7 +92,7 @@ def test_killed_deterministic_run_resumes_to_the_same_bits(tmp_path, small_folde
 @pytest.mark.needs_gpu
 def test_a_step_too_large_for_the_memory_is_one_line(tmp_path, small_folder):
     flags = ["--model=resnet56", "--batch_size=160", "--num_gpus=1", "--gpu_memory_limit_mb=64", "--max_steps=2"]
-    command = [sys.executable, TRAIN, *flags, f"--dataset={small_folder}", f"--train_dir={tmp_path}"]
+    command = [*COMMAND, "train", *flags, f"--dataset={small_folder}", f"--train_dir={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "the memory is too small for a step" in done.stderr, done.stderr
     assert "--micro_batches=2" in done.stderr and "Traceback" not in done.stderr

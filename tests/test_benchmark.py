@@ -8,8 +8,8 @@ import signal
 import matplotlib.image
 import pytest
 
-from cifar_towers.benchmark import runner
-from cifar_towers.benchmark.visits import BenchmarkCase, as_flags, make_cases, short_training
+from cifar_towers import benchmark
+from cifar_towers.benchmark import BenchmarkCase, as_flags, make_cases, short_training
 from cifar_towers.cli.flags import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import BenchmarkConfig
@@ -48,25 +48,26 @@ def test_cases(config, settings, num_gpus, expected):
 
 @pytest.mark.parametrize(("recipe", "case"), [*((name, CPU) for name in recipe_names()), ("speed94", MIRRORED)])
 def test_a_visit_trains_the_recipe_with_the_flags_of_its_case(recipe, case):
-    recipe = parse_command_line(TrainConfig, ["", f"--recipe={recipe}", "--seed=3"], "")
+    recipe = parse_command_line(TrainConfig, [f"--recipe={recipe}", "--seed=3"])
     config = dataclasses.replace(short_training(recipe, on_gpus=False), **case._asdict(), recipe="", train_dir="here")
-    assert parse_command_line(TrainConfig, ["", "--recipe=", *as_flags(vars(config))], "") == config
+    assert parse_command_line(TrainConfig, ["--recipe=", *as_flags(vars(config))]) == config
     length = config.run_length(steps_per_epoch=1)
     assert length.last == 25 and length.total >= 25
     assert (config.batch_size, config.seed, config.optimizer) == (recipe.batch_size, 3, recipe.optimizer)
-    assert parse_command_line(TrainConfig, ["", *str(case).split()], "").strategy == case.strategy
+    assert parse_command_line(TrainConfig, str(case).split()).strategy == case.strategy
 
 
 def test_rounds_have_random_orders_which_are_always_the_same():
     cases = list(range(6))
-    first, again = (list(itertools.islice(runner.rounds(cases), 4)) for _ in range(2))
+    first, again = (list(itertools.islice(benchmark.rounds(cases), 4)) for _ in range(2))
     assert first == again and all(sorted(order) == cases for order in first)
     assert len({tuple(order) for order in first}) == 4
 
 
 def test_report_has_medians_quartiles_and_the_fastest_case(config, tmp_path, capsys):
     rates = {MIRRORED: [10.0, 50.0, 30.0, 20.0, 40.0], CPU: [60.0, 61.0, 62.0]}
-    runner.publish(config, rates, MACHINE)
+    benchmark.write_json(config, rates, MACHINE)
+    benchmark.publish(config, rates, MACHINE)
     printed = capsys.readouterr().out
     title, heading, *rows = printed.strip().splitlines()[:4]
     assert title == "mine, batches of 100; Abacus, 2 cores, 2 x A100"
@@ -80,7 +81,7 @@ def test_report_has_medians_quartiles_and_the_fastest_case(config, tmp_path, cap
     assert (written["recipe"], written["batch_size"], written["fastest"]) == ("mine", 100, fastest)
     (slow,) = (case for case in written["cases"] if case["strategy"] == "mirrored")
     assert (slow["median"], slow["quartiles"], slow["images_per_sec"]) == (30.0, [20.0, 40.0], rates[MIRRORED])
-    (axes,) = runner.plot(rates, title).axes
+    (axes,) = benchmark.plot(rates, title).axes
     assert [text.get_text().split()[-1] for text in axes.get_yticklabels()] == ["--precision=float32"] * 2
     assert [bar.get_width() for bar in axes.patches] == [61.0, 30.0]
     assert matplotlib.image.imread(tmp_path / "benchmark.png")[..., :3].std() > 0.05
@@ -99,8 +100,8 @@ def test_finished_visits_are_reported_whatever_happens_later(config, monkeypatch
             raise RunError("exit code 130")
         return float(len(visits)), MACHINE
 
-    monkeypatch.setattr(runner, "visit", visit)
-    runner.run_benchmark(config, [])
+    monkeypatch.setattr(benchmark, "visit", visit)
+    benchmark.run_benchmark(config, [])
     printed = capsys.readouterr().out
     assert "--strategy=mirrored: left out: OOM when allocating" in printed and "fastest: " in printed
     assert len(json.loads((config.directory / "benchmark.json").read_text())["cases"]) == 3
@@ -108,14 +109,14 @@ def test_finished_visits_are_reported_whatever_happens_later(config, monkeypatch
 
 def test_without_any_measurement_the_benchmark_fails(config):
     with pytest.raises(RunError, match="no case could be measured"):
-        runner.run_benchmark(config, ["false"])
+        benchmark.run_benchmark(config, ["false"])
 
 
 @pytest.mark.slow
 def test_benchmark_end_to_end(tmp_path, small_folder):
     net = ["--model=cifarnet", "--crop=24", f"--dataset={small_folder}", "--batch_size=16", "--precision=float32"]
     code, out, err = finish(
-        start("benchmark.py", *net, "--towers=1", "--minutes=0", f"--train_dir={tmp_path}"), timeout=300
+        start("benchmark", *net, "--towers=1", "--minutes=0", f"--train_dir={tmp_path}"), timeout=300
     )
     assert code == 0, err
     assert {path.name for path in tmp_path.iterdir()} == {"benchmark.json", "benchmark.png"}

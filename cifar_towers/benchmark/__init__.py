@@ -1,1 +1,0 @@
-"""Short trainings with different placements, strategies and numbers of towers, compared on this machine."""
