@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import logging
 import math
@@ -51,11 +50,6 @@ def remove_run(directory: Path) -> None:
                     empty.rmdir()
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 # Files that are replaced ----------------------------------------------------------------------------------------------
 
 
@@ -74,30 +68,29 @@ def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object]
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    with contextlib.suppress(OSError):  # some file systems cannot sync a directory
-        sync(path.parent)
+    sync(path.parent)
 
 
 def make(directory: Path) -> None:
     """Make a directory, and those above it, so that a power loss does not take them away again."""
     directory.mkdir(parents=True, exist_ok=True)
     for above in directory.absolute().parents:
-        with contextlib.suppress(OSError):  # other people's need not be ours to open
-            sync(above)
+        sync(above)
 
 
-def sync(path: Path) -> None:
-    """Wait until the contents of a file or directory are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def sync(directory: Path) -> None:
+    """Wait until the entries of a directory are on the disk, where its file system and its owner allow that."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextlib.contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`. Whatever is still there at the end is removed."""
+    """Yield a temporary path beside `path`. A file or directory that is still there at the end is removed."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}")  # always the same, so that killed processes leave only one
     if temporary.is_dir():
         shutil.rmtree(temporary)
@@ -108,22 +101,6 @@ def temporary_beside(path: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
         else:
             temporary.unlink(missing_ok=True)
-
-
-def replace(new: Path, final: Path) -> None:
-    """Move a file or directory to `final`, over what is there. If it cannot be moved, what was there before stays."""
-    if not final.is_dir():
-        os.replace(new, final)
-        return
-    earlier = final.with_name(f".{final.name}.old")
-    shutil.rmtree(earlier, ignore_errors=True)
-    os.replace(final, earlier)
-    try:
-        os.replace(new, final)
-    except BaseException:
-        os.replace(earlier, final)
-        raise
-    shutil.rmtree(earlier, ignore_errors=True)
 
 
 class BestEffortWrites:

@@ -12,6 +12,9 @@ from typing import Any
 
 from cifar_towers.errors import UsageError
 
+log = logging.getLogger(__name__)
+
+BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # of processors
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time and of the period they are for; Linux
 
 
@@ -61,6 +64,33 @@ def xla_runs() -> bool:
     On compute capability 10 and above, XLA of TensorFlow 2.21 ends the process (tensorflow/tensorflow#111958).
     """
     return all(capability < (10, 0) for capability in gpu_compute_capabilities())
+
+
+def choose_precision(setting: str, device: str, trained_in: str = "") -> str:
+    """Return `float32`, or `bfloat16`, for a value of `--precision` and a kind of device, and log why.
+
+    `auto` is float32 for a run that was `trained_in` it. Otherwise it is bfloat16 where that is native and faster: GPUs
+    of compute capability 8.0 or more, processors with AMX, AVX512-BF16 or Arm's BF16. It is float32 elsewhere, where
+    bfloat16 is emulated and slow, and on Intel's processors with AVX512-BF16 alone, where bfloat16 has the rate of
+    float32.
+    """
+    features = processor_features() & BFLOAT16_FEATURES
+    if setting != "auto":
+        chosen, reason = setting, "as asked"
+    elif trained_in == "float32":
+        chosen, reason = "float32", "the run was trained in it"
+    elif "GPU" in device:
+        is_native = min(gpu_compute_capabilities(), default=(0, 0)) >= (8, 0)  # the weakest decides
+        chosen = "bfloat16" if is_native else "float32"
+        reason = "the GPU computes it natively" if is_native else "the GPU has no bfloat16"
+    elif cpuinfo("vendor_id") == "GenuineIntel" and features == {"avx512_bf16"}:
+        chosen, reason = "float32", "on Intel's processors without AMX, bfloat16 is no faster"
+    elif features:
+        chosen, reason = "bfloat16", f"the processor has {', '.join(sorted(features))}"
+    else:
+        chosen, reason = "float32", "the processor has no bfloat16 of its own"
+    log.info("precision %s: %s", chosen, reason)
+    return chosen
 
 
 @contextlib.contextmanager

@@ -12,28 +12,25 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers import devices
 from cifar_towers.checkpointing.checkpoint import find_checkpoint, first_nonfinite, read_checkpoint
 from cifar_towers.checkpointing.run_directory import RunDirectory, code_digests, describe_differences, run_facts
-from cifar_towers.config import TrainConfig, parse_profile_steps
-from cifar_towers.config.schedules import ImageSizeSchedule
+from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import recipe_fields, shared_settings
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
-from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError, error_text, listed
 from cifar_towers.evaluation.evaluator import Evaluator, make_classify_fn, score_split
 from cifar_towers.evaluation.score import reported_score
+from cifar_towers.hardware import choose_precision
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import Workers
 from cifar_towers.reporting.phase_timer import PhaseTimer, training_seconds
-from cifar_towers.reporting.profiler import StepProfiler
-from cifar_towers.reporting.run_logger import Callbacks, RunInfo, RunLogger
+from cifar_towers.reporting.run_logger import Callbacks, RunLogger, RunSetup
 from cifar_towers.signals import StopSignals
 from cifar_towers.training import build
-from cifar_towers.training.diagnostics import make_diagnose_fn
-from cifar_towers.training.health import Health
-from cifar_towers.training.step_runner import FinishedStep, StepRunner
+from cifar_towers.training.diagnostics import MAX_SKIPPED_STEPS, Health, StepDiagnostics, make_diagnose_fn
+from cifar_towers.training.distributed_step import towers_here
+from cifar_towers.training.step import FinishedStep, StepRunner
 
 AGAIN = "the same command resumes, without --overwrite"  # how messages end
 
@@ -43,12 +40,12 @@ def train(
     source: sources.Source,
     directory: RunDirectory,
     signals: StopSignals,
-    cluster: Workers | None = None,
-    callbacks: Sequence[Any] = (),
-    make_handle: Callable[[Path], Any] = Path,
-    timer: PhaseTimer | None = None,
+    cluster: Workers | None,
+    callbacks: Sequence[Any],
+    make_handle: Callable[[Path], Any],
+    timer: PhaseTimer,
 ) -> dict:
-    """Train or resume a run that is not finished, and return its result.
+    """Train or resume a run that is not finished, and return its result: the content of result.json.
 
     Args:
       directory: as `open_run` yields it; on a cluster, only that of worker 0 is kept.
@@ -56,30 +53,57 @@ def train(
       cluster: the workers to train with; None: this process alone.
       callbacks: functions and objects that are called during the run; see `Callbacks`.
       make_handle: function from the run's directory to the object that callbacks get as `run`.
-      timer: the timer that runs since the program started; default: a new one.
-
-    Returns:
-      The content of result.json. `reached` is the accuracy that met the target, or 0. `images_per_sec` is None if every
-      step needed compilation.
+      timer: the timer that runs since the program started.
 
     Raises:
       Interrupted: after a signal.
+      UsageError: the settings do not fit this machine, model or data set.
       RunError: the last step could not be saved. Others: see `cifar_towers.errors`.
     """
-    timer = timer or PhaseTimer()
-    setup_devices = functools.partial(devices.setup_devices, config, cluster)
-    with coordination.connect(cluster, setup_devices) as (workers, hardware), explained_errors(config):
-        dataset = build.load_data(config, source)
-        if cluster:
-            workers.assert_equal(shared_values(config, dataset, hardware.precision, len(hardware.local_towers)))
-        with Callbacks(callbacks, make_handle(directory.path)).until_end() as started_callbacks:
-            run = Run(config, dataset, source.banner, directory, hardware, workers, signals, timer, started_callbacks)
-            with signals.recorded(), run.opened() as step:
-                step = train_from(step, run)
-            return finish(step, run)
+    with coordination.connect(cluster, lambda: build.setup_devices(config, cluster)) as (workers, devices):
+        setup = set_up(config, source, devices, workers, timer)
+        try:
+            with Callbacks(callbacks, make_handle(directory.path)).until_end() as started_callbacks:
+                run = Run(setup, directory, signals, started_callbacks)
+                with signals.recorded(), run.opened() as step:
+                    step = train_from(step, run)
+                return finish(step, run)
+        except tf.errors.ResourceExhaustedError as error:
+            raise UsageError(
+                f"the memory is too small for a step ({error_text(error)}); give --micro_batches="
+                f"{2 * config.micro_batches} and --overwrite"
+            ) from error
 
 
-def shared_values(config: TrainConfig, dataset: Dataset, precision: str, num_towers: int) -> dict[str, Any]:
+def set_up(
+    config: TrainConfig, source: sources.Source, devices: tuple, workers: Workers, timer: PhaseTimer
+) -> RunSetup:
+    """Read the data, and return the setup of a run on the devices that `build.setup_devices` returned.
+
+    Raises:
+      UsageError: the workers of a cluster have different setups. Other errors are those of `sources.load`.
+    """
+    strategy, towers = devices
+    dataset = sources.load(source, config.validation_examples, config.image_size)
+    local_towers = towers_here(strategy, towers) if strategy else towers
+    setup = RunSetup(
+        config=config,
+        dataset=dataset,
+        banner=source.banner,
+        strategy=strategy,
+        towers=towers,
+        local_towers=local_towers,
+        precision=choose_precision(config.precision, local_towers[0].device),
+        workers=workers,
+        length=config.run_length(len(dataset.train.labels) // config.examples_drawn),
+        timer=timer,
+    )
+    if workers.size > 1:
+        workers.assert_equal(shared_values(setup))
+    return setup
+
+
+def shared_values(setup: RunSetup) -> dict[str, Any]:
     """Return what must be equal on all workers of a cluster: settings, code, versions, data, precision and towers."""
     package = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
     versions = {
@@ -87,30 +111,33 @@ def shared_values(config: TrainConfig, dataset: Dataset, precision: str, num_tow
         "TensorFlow": tf.__version__,
         "Keras": keras.__version__,
         "TF_ENABLE_ONEDNN_OPTS": os.environ.get("TF_ENABLE_ONEDNN_OPTS"),
+        "precision": setup.precision,
+        "towers": len(setup.local_towers),
     }
-    code = {f"a file of {setting}, as sha256,": digest for setting, digest in code_digests(config).items()}
-    data = {f"{name} images, as sha256,": getattr(dataset, name).digest for name in ("train", "validation", "test")}
-    return shared_settings(config) | versions | code | data | {"precision": precision, "towers": num_towers}
+    code = {f"a file of {setting}, as sha256,": digest for setting, digest in code_digests(setup.config).items()}
+    splits = ("train", "validation", "test")
+    data = {f"{name} images, as sha256,": getattr(setup.dataset, name).digest for name in splits}
+    return shared_settings(setup.config) | versions | code | data
 
 
 def train_from(step: int, run: "Run") -> int:
-    """Train from `step` until the end, the target or a signal; return the number of finished steps.
+    """Train from `step` until the end, the target, a signal or an error of a callback; return the finished steps.
 
     Raises:
       Interrupted: after a signal; the last finished step is saved, or the message says that it is not.
       DivergedError: too many steps in a row were skipped, or a variable is not finite at the end.
     """
-    run.complete_evaluation(step)
+    run.note_target(step)  # by the evaluations of its checkpoint
     if not run.reached:
         for batch in run.batches.stream(step, run.length.last):
             finished = run.start_step(step, batch)
             step += 1
             for hook in run.hooks:
                 hook(step, finished)
-            if run.reached or run.stop_signal:
+            if run.reached or run.stop_signal or run.callbacks.error:
                 break
-    if run.stop_signal:
-        raise run.save_on_signal(step)
+    if run.stop_signal or run.callbacks.error:
+        raise run.save_early(step)
     if nonfinite := first_nonfinite(run.values()):
         raise DivergedError(f"{nonfinite} is not finite after step {step}; {run.directory.describe_latest()}")
     return step
@@ -127,7 +154,7 @@ def finish(step: int, run: "Run") -> dict:
     result = {
         "step": step,
         "reached": run.reached,
-        "dataset": run.dataset.name,
+        "dataset": run.setup.dataset.name,
         **run.timer.summary(),
         "weights_sha256": weights_sha256,
         "failed_saves": run.directory.failed_saves,
@@ -146,97 +173,54 @@ class Run:
 
     Attributes:
       variables: every variable that checkpoints hold, by name.
-      towers: the towers of the step; a single one if the devices hold stages of the model.
-      local_towers: the devices of this process, each as a tower, also if they hold stages.
       hooks: functions of (number of finished steps, steps whose metrics have arrived), called after every step.
-      image_size_at: function (step) -> height and width of its images in pixels.
       evaluations: records of the evaluations after the last step, if it was evaluated.
       reached: the first accuracy that met the target; 0 until then.
       stop_signal: the signal that ends the run, on which a cluster's workers agree; 0 without one.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        dataset: Dataset,
-        banner: str,
-        directory: RunDirectory,
-        hardware: devices.Devices,
-        workers: Workers,
-        signals: StopSignals,
-        timer: PhaseTimer,
-        callbacks: Callbacks,
-    ):
-        """Build batches, model, state, step and collaborators as the config asks for.
+    def __init__(self, setup: RunSetup, directory: RunDirectory, signals: StopSignals, callbacks: Callbacks):
+        self.setup, self.directory, self.signals, self.callbacks = setup, directory, signals, callbacks
+        self.config, self.workers, self.length, self.timer = setup.config, setup.workers, setup.length, setup.timer
+        config, train, length = setup.config, setup.dataset.train, setup.length
 
-        Raises:
-          UsageError: the settings do not fit this machine, model or data set.
-        """
-        strategy, towers, self.local_towers, precision = hardware
-        self.config, self.dataset, self.precision, self.directory = config, dataset, precision, directory
-        self.workers, self.signals, self.timer, self.callbacks = workers, signals, timer, callbacks
-
-        rows = config.examples_drawn * len(self.local_towers) // len(towers)
-        self.batches = build.make_batches(config, dataset.train, rows=(workers.index * rows, rows))
-        self.length = length = config.run_length(self.batches.steps_per_epoch)
-        profiled = parse_profile_steps(config.profile_steps)
-        self.profiler = StepProfiler(config.directory, *profiled) if profiled and workers.is_chief else None
-
-        self.state, train_step, self.towers = build.make_training(
-            config, towers, precision, dataset.train, length, strategy
+        rows = config.examples_drawn * len(setup.local_towers) // len(setup.towers)
+        self.batches = build.make_batches(config, train, rows=(self.workers.index * rows, rows))
+        self.state, train_step = build.make_training(
+            config, setup.towers, setup.precision, train, length, setup.strategy
         )
         self.variables = self.state.named_variables()
-        augmentation = build.make_augmentation(config, dataset.info)  # without a function of the user's
-        full_size = config.crop or config.image_size
-        self.image_size_at = ImageSizeSchedule(config.image_size_schedule, full_size).at(length)
-        if (size := self.image_size_at(length.total - 1)) != full_size:
-            raise UsageError(
-                f"image_size_schedule={config.image_size_schedule} is still at {size} pixels in the last of "
-                f"{length.total} steps, and the net is evaluated on {full_size}; give places e.g. as 60%=32"
-            )
-        self.step_runner = StepRunner(train_step, self.state.optimizer, self.image_size_at)
-        self.diagnose = make_diagnose_fn(self.state.model, augmentation, self.local_towers)
-
-        info = RunInfo(
-            config=config,
-            dataset=dataset,
-            banner=banner,
-            local_towers=self.local_towers,
-            towers=self.towers,
-            precision=precision,
-            length=length,
-            model=self.state.model,
-            variables=self.variables,
-        )
-        self.logger = RunLogger(info, timer, callbacks, quiet=not workers.is_chief)
+        self.step_runner = StepRunner(train_step, self.state.optimizer, build.make_image_size_fn(config, length))
+        augmentation = build.make_augmentation(config, train.info)  # without a function of the user's
+        self.diagnose = make_diagnose_fn(self.state.model, augmentation, setup.local_towers)
+        self.health = Health(self.state, setup.step_towers)
+        self.logger = RunLogger(setup, self.state.model, self.variables, callbacks)
         self.log = self.logger.log
         show = functools.partial(self.logger.progress.activity, "evaluating")
-        classify = make_classify_fn(self.state.model, self.local_towers, augmentation, workers, show)
+        classify = make_classify_fn(self.state.model, setup.local_towers, augmentation, self.workers, show)
         self.evaluator = Evaluator(
             functools.partial(score_split, classify),
-            {"validation": dataset.validation, "test": dataset.test},
+            {"validation": setup.dataset.validation, "test": setup.dataset.test},
             self.state.evaluation_weights(),
             config.evaluate_every_steps(length),
             length.last,
             config.tta,
         )
-        self.health = Health(self.state, self.towers, self.log)
         threads = tf.config.threading.get_intra_op_parallelism_threads()
-        self.facts = run_facts(config, precision, len(self.towers), threads)
+        self.facts = run_facts(config, setup.precision, len(setup.step_towers), threads)
         self.hooks: list[Callable[[int, Sequence[FinishedStep]], None]] = [
             self.check_and_log,
             self.evaluate_if_due,
             self.log_epoch_if_due,
             self.save_if_due,
             self.note_target,
-            self.stop_after_callback_error,
             self.note_signal,
+            self.logger.profile,
         ]
         self.evaluations: list[dict] = []
         self.reached = 0.0
         self.stop_signal = 0
         self._compiled = False  # whether the last step was compiled
-        self._diagnosed = False  # whether a step's diagnostics were computed
 
     # The start of a run
 
@@ -256,8 +240,7 @@ class Run:
         try:
             yield step
         finally:
-            self._profile(StepProfiler.close)
-            self.logger.progress.pause()
+            self.logger.close()
 
     def restore(self) -> int:
         """Restore the checkpoint that the directory was opened with, or start with `init_from`; return its step.
@@ -272,10 +255,11 @@ class Run:
                 self.initialize(Path(self.config.init_from))
             return 0
         values, metadata = saved
-        if changed := self.dataset.changed_splits(metadata):
+        dataset = self.setup.dataset
+        if changed := dataset.changed_splits(metadata):
             raise DataError(
-                f"{self.directory.path} was trained on other {' and '.join(changed)} images than {self.dataset.name} "
-                "has now; put the images back as they were, or give another --train_dir, or --overwrite"
+                f"{self.directory.path} was trained on other {' and '.join(changed)} images than {dataset.name} has "
+                "now; put the images back as they were, or give another --train_dir, or --overwrite"
             )
         shapes = {name: (value.shape, value.dtype) for name, value in values.items()}
         wanted = {name: (tuple(v.shape), v.dtype.as_numpy_dtype) for name, v in self.variables.items()}
@@ -298,9 +282,6 @@ class Run:
 
         The weights are the moving averages of the other run if it keeps some. The new run's own averages start with the
         same values. Integers, such as seeds, are not copied.
-
-        Raises:
-          UsageError: there is no such run, or no weight fits. DataError: its newest checkpoint is damaged.
         """
         values, metadata = read_checkpoint(find_checkpoint(source))
         prefix = "ema." if any(name.startswith("ema.") for name in values) else "model."
@@ -327,25 +308,23 @@ class Run:
     def start_step(self, step: int, batch: Batch) -> list[FinishedStep]:
         """Start the update that makes `step` into `step + 1`; return the steps whose metrics have arrived.
 
-        Usually the metrics of a step arrive with the next call. They arrive at once with a profile, on a cluster, or
-        before a summary, an evaluation, a checkpoint or the end of an epoch.
+        Usually the metrics of a step arrive with the next call. They arrive at once on a cluster, while steps are
+        profiled, or before a summary, an evaluation, a checkpoint or the end of an epoch.
         """
         self._compiled = needs_compilation = self.step_runner.needs_compilation(step)
         self.timer.end_phase("compile" if needs_compilation else "input")
         is_cluster = self.workers.size > 1
         signal = self.signals.received if is_cluster else None
         if needs_compilation:
-            self.logger.progress.activity(f"compiling the step for images of {self.image_size_at(step)} pixels")
+            self.logger.progress.activity("compiling the step")
             function = self.step_runner.trace(step, batch, signal)
             if not self.step_runner.traced:
                 self.logger.log_graph(function)
-        self._profile(StepProfiler.before, step)
         is_summarized = self.logger.is_summary_step(step + 1)
         finished = self.step_runner.start(step, batch, signal, keep_gradients=is_summarized)
-        if is_cluster or self.profiler or is_summarized or self._is_something_due(step + 1):
+        if is_cluster or self.config.profile_steps or is_summarized or self._is_something_due(step + 1):
             finished += self.step_runner.finish()
-        self._profile(StepProfiler.after, step + 1)
-        self.logger.end_step(not needs_compilation)
+        self.timer.end_step(self.config.batch_size, not needs_compilation)
         self.evaluations = []
         return finished
 
@@ -358,31 +337,23 @@ class Run:
     def _should_save(self, step: int) -> bool:
         return self.workers.is_chief and self.directory.should_save(step, self.evaluator.is_due(step))
 
-    def _profile(self, action: Callable[..., None], *step: int) -> None:
-        """Let the profiler, if there is one, begin or end its trace."""
-        if self.profiler:
-            action(self.profiler, *step)
-
-    # What happens after a step
+    # Hooks: what happens after a step
 
     def check_and_log(self, step: int, finished: Sequence[FinishedStep]) -> None:
         """Check and log the steps whose metrics have arrived."""
         for each in finished:
-            try:
-                self.health.check(each)
-            except DivergedError as error:
-                latest = self.workers.broadcast_from_chief(self.directory.describe_latest)
-                raise DivergedError(f"{error}; {latest}; give --overwrite with a smaller --learning_rate") from error
+            if line := self.health.record(each):
+                if self.health.skipped_in_a_row >= MAX_SKIPPED_STEPS:
+                    latest = self.workers.broadcast_from_chief(self.directory.describe_latest)
+                    raise DivergedError(f"{line}; {latest}; give --overwrite with a smaller --learning_rate")
+                self.log(line)
             diagnostics = self._diagnose(each) if self.logger.is_summary_step(each.step) else None
             self.logger.log_step(each, diagnostics, self.health.skipped_steps)
         self.timer.end_phase("compile" if self._compiled else "report")
 
-    def _diagnose(self, finished: FinishedStep) -> Any:
+    def _diagnose(self, finished: FinishedStep) -> StepDiagnostics:
         """Return the diagnostics of a step, with the gradient norms and cosines of all workers' towers."""
         diagnostics = self.diagnose(finished)
-        if not self._diagnosed:  # the first time takes seconds
-            self.timer.end_phase("compile")
-            self._diagnosed = True
         pairs = self.workers.gather((diagnostics.tower_gradient_norm, diagnostics.tower_gradient_cosine))
         norms, cosines = map(np.concatenate, zip(*pairs, strict=True))
         return diagnostics._replace(tower_gradient_norm=norms, tower_gradient_cosine=cosines)
@@ -417,28 +388,12 @@ class Run:
                 f"{step}, after {training_seconds(self.timer.seconds):.1f} s of training"
             )
 
-    def stop_after_callback_error(self, step: int, finished: Sequence[FinishedStep] = ()) -> None:
-        """If a callback has raised an exception, save the last finished step and raise that exception."""
-        if self.callbacks.error:
-            self.check_and_log(step, self.step_runner.finish())
-            self.logger.progress.pause()
-            if self.save_now(step):
-                self.log(f"a callback failed; saved step {step}: {AGAIN}")
-            raise self.callbacks.error
-
     def note_signal(self, step: int, finished: Sequence[FinishedStep]) -> None:
         """Note a signal to stop, also one during the hooks before: on a cluster, the one that the step exchanged."""
         is_cluster = self.workers.size > 1
         self.stop_signal = int(finished[-1].metrics.stop_signal) if is_cluster else self.signals.received
 
     # Evaluating and saving
-
-    def complete_evaluation(self, step: int) -> None:
-        """Evaluate the run after `step` if an earlier process was stopped in that evaluation; then note the target."""
-        if self.evaluator.is_due(step) and not self.evaluations:
-            self.logger.drop_evaluations(step)
-            self.evaluate_now(step)
-        self.note_target(step)
 
     def evaluate_now(self, step: int, final: bool = False) -> None:
         """Score the validation split if there is one, else test; both if `final`. Log the scores."""
@@ -457,12 +412,13 @@ class Run:
         return not self.workers.is_chief or self._save(step)
 
     def _save(self, step: int) -> bool:
+        dataset = self.setup.dataset
         metadata = {
             "recipe": recipe_fields(self.config),
             "facts": self.facts,
-            "dataset": self.dataset.name,
-            "dataset_info": self.dataset.info._asdict(),
-            **{f"{name}_sha256": digest for name, digest in self.dataset.digests().items()},
+            "dataset": dataset.name,
+            "dataset_info": dataset.info._asdict(),
+            **{f"{name}_sha256": digest for name, digest in dataset.digests().items()},
             "steps_per_epoch": self.length.steps_per_epoch,
             "evaluations": self.evaluations,
             "failed_saves": self.directory.failed_saves,
@@ -472,25 +428,17 @@ class Run:
         saved = self.directory.save(step, self.values(), metadata)
         self.timer.end_phase("save")
         if saved:
-            self.logger.log_save(step)
+            self.logger.saved_step = step
         return saved
 
-    def save_on_signal(self, step: int) -> Interrupted:
-        """Save the last finished step; return the error to raise."""
+    def save_early(self, step: int) -> BaseException:
+        """Save the last finished step; return the error to raise: that of a callback, or that of the signal."""
         self.check_and_log(step, self.step_runner.finish())
         self.logger.progress.pause()
-        outcome = f"saved step {step}" if self.save_now(step, wait=True) else self.directory.describe_latest()
-        self.stop_after_callback_error(step)
+        saved = self.save_now(step, wait=True)
+        if self.callbacks.error:
+            if saved:
+                self.log(f"a callback failed; saved step {step}: {AGAIN}")
+            return self.callbacks.error
+        outcome = f"saved step {step}" if saved else self.directory.describe_latest()
         return Interrupted(self.stop_signal, f"{outcome}: {AGAIN}")
-
-
-@contextlib.contextmanager
-def explained_errors(config: TrainConfig) -> Iterator[None]:
-    """Raise TensorFlow's error about too little memory as a UsageError that names the setting to give."""
-    try:
-        yield
-    except tf.errors.ResourceExhaustedError as error:
-        raise UsageError(
-            f"the memory is too small for a step ({error_text(error)}); give --micro_batches="
-            f"{2 * config.micro_batches} and --overwrite"
-        ) from error

@@ -16,7 +16,6 @@ LAYERS = (
     ("models", "data"),
     ("multi_worker",),
     ("training", "checkpointing", "evaluation", "reporting"),
-    ("devices",),
     ("trainer", "inference", "benchmark"),
     ("api",),
     ("cli",),
@@ -32,9 +31,8 @@ SAME_LAYER = {  # (folder, imported module or folder of the same layer): the rea
     ("registry", "errors"): "an unknown name raises UsageError",
     ("files", "errors"): "the text of an error in one line",
     ("hardware", "errors"): "another backend of Keras raises UsageError",
-    ("reporting", "training.results"): "plain result types cross folders",
     ("reporting", "training.diagnostics"): "plain result types cross folders",
-    ("reporting", "training.step_runner"): "plain result types cross folders",
+    ("reporting", "training.step"): "plain result types cross folders",
     ("reporting", "evaluation.score"): "plain result types cross folders",
 }
 LATE = {  # module whose functions may import modules of its folder when they are called: the reason

@@ -33,17 +33,6 @@ def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path):
     assert path.read_bytes() == b"three" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_directory_that_cannot_be_replaced_stays(tmp_path):
-    directory, new = tmp_path / "model", tmp_path / "new"
-    (directory / "old").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError):
-        files.replace(new, directory)
-    assert [path.name for path in directory.iterdir()] == ["old"]
-    new.mkdir()
-    files.replace(new, directory)
-    assert list(tmp_path.iterdir()) == [directory] and not list(directory.iterdir())
-
-
 # Each fork dies, with nothing done after, at a later one of these calls, until one lives; the code is what users run.
 FORKS = """
 import io, itertools, os, pathlib, sys

@@ -18,7 +18,7 @@ from cifar_towers.errors import DataError, UsageError, error_text
 
 METADATA = "metadata"  # name of the entry with the metadata
 DAMAGED = ".damaged"  # added to the name of a damaged checkpoint, so that nobody takes it for a good one
-NAME = re.compile(r"step-(\d+)\.npz")
+NAME = re.compile(r"step-\d+\.npz")
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:

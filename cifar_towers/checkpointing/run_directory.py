@@ -4,6 +4,7 @@ No function here needs TensorFlow.
 """
 
 import contextlib
+import hashlib
 import logging
 import shlex
 import time
@@ -31,7 +32,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_INTERVAL_SECONDS = 30.0  # between checkpoints where no number of steps is asked for
 MAX_TIME_FRACTION = 0.01  # of the run's time that saving may take there
-EARLIER_CHECKPOINTS = "checkpoints"  # folder of checkpoints in runs of the format before `step-<step>.npz`
+
+Saved = tuple[dict[str, np.ndarray], dict[str, Any]]  # a checkpoint's variables by name, and its metadata
 
 
 class RunDirectory:
@@ -39,15 +41,14 @@ class RunDirectory:
 
     Attributes:
       path: the directory.
-      saved: (variables by name, metadata) of the newest checkpoint; None in a new run.
+      saved: the newest checkpoint; None in a new run.
       failed_saves: number of checkpoints that were due and could not be written.
     """
 
-    def __init__(self, config: TrainConfig):
-        self.path, self._config = config.directory, config
-        self.saved: tuple[dict[str, np.ndarray], dict[str, Any]] | None = None
-        self.failed_saves = 0
-        self._saved_step: int | None = None
+    def __init__(self, config: TrainConfig, saved: Saved | None = None):
+        self.path, self._config, self.saved = config.directory, config, saved
+        self.failed_saves = saved[1]["failed_saves"] if saved else 0
+        self._saved_step = saved[1]["step"] if saved else None
         self._save_seconds, self._last_save = 0.0, time.monotonic()
         self._must_clear = config.overwrite
 
@@ -116,7 +117,7 @@ def open_run(config: TrainConfig) -> Iterator[RunDirectory]:
         run has another recipe. The message names what differs.
       DataError: there are checkpoints, and all are damaged.
     """
-    path, run = config.directory, RunDirectory(config)
+    path = config.directory
     with contextlib.ExitStack() as stack:
         try:
             files.make(path)
@@ -126,10 +127,9 @@ def open_run(config: TrainConfig) -> Iterator[RunDirectory]:
         if not is_locked:
             raise UsageError(f"another process trains in {path}; end it, or give another --train_dir")
         _check_is_run(path, config.overwrite)
-        if not config.overwrite and (saved := _read_newest(path)):
-            _check_recipe(config, saved[1])
-            run.saved, run._saved_step = saved, saved[1]["step"]
-            run.failed_saves = saved[1]["failed_saves"]
+        run = RunDirectory(config, None if config.overwrite else _read_newest(path))
+        if run.saved:
+            _check_recipe(config, run.saved[1])
         try:
             yield run
         finally:
@@ -143,8 +143,6 @@ def _check_is_run(path: Path, overwrite: bool) -> None:
     names = {each.name for each in path.iterdir() if not each.name.startswith(".")}
     is_run, others = names & {files.METRICS, files.CONFIG}, sorted(n for n in names if not files.belongs_to_run(n))
     has_checkpoints = any(name.startswith("step-") for name in names)
-    if EARLIER_CHECKPOINTS in names and not overwrite:
-        raise UsageError(f"{path} is a run of an earlier format, which cannot be read; give another --train_dir")
     if others and not (is_run or has_checkpoints):
         raise UsageError(f"train_dir={path} holds {others[0]}, which is of no run; give another --train_dir")
     if files.RESULT in names and not has_checkpoints and not overwrite:
@@ -154,7 +152,7 @@ def _check_is_run(path: Path, overwrite: bool) -> None:
         )
 
 
-def _read_newest(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
+def _read_newest(path: Path) -> Saved | None:
     """Return variables and metadata of the newest undamaged checkpoint; rename newer damaged ones.
 
     Raises:
@@ -205,7 +203,7 @@ def run_facts(config: TrainConfig, precision: str, num_towers: int, threads: int
 def code_digests(config: TrainConfig) -> dict[str, str]:
     """Return the SHA-256 of the files of the user's functions that decide what is trained, by setting."""
     paths = {setting: find_source(setting, getattr(config, setting)) for setting in ("model", "augment", "loss")}
-    return {setting: files.sha256(path) for setting, path in paths.items() if path}
+    return {setting: hashlib.sha256(path.read_bytes()).hexdigest() for setting, path in paths.items() if path}
 
 
 def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from cifar_towers import devices
 from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_checkpoint
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import ComputeConfig, PredictConfig, TrainedRunConfig
@@ -18,6 +17,7 @@ from cifar_towers.errors import DataError, UsageError, printable
 from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import to_json
+from cifar_towers.hardware import choose_precision
 from cifar_towers.inference.run import open_run
 from cifar_towers.towers.keras_parallel import variable_values
 from cifar_towers.training import build
@@ -62,11 +62,11 @@ class TrainedModel:
         values, self.metadata = read_checkpoint(checkpoint)
         self.info = DatasetInfo.from_json(self.metadata["dataset_info"])
         self.augmentation = build.make_augmentation(self.config, self.info)
-        towers = devices.setup_towers(config)  # before anything else that uses TensorFlow
+        towers = build.setup_towers(config)  # before anything else that uses TensorFlow
         self.precision = "float32"
         if isinstance(config, ComputeConfig):
             trained_in = self.metadata["facts"]["precision"]
-            self.precision = devices.choose_precision(config.precision, towers, trained_in)
+            self.precision = choose_precision(config.precision, towers[0].device, trained_in)
         self.model = build.make_model(self.config, self.precision, self.info)
         prefix = "ema" if self.weights == "ema" else "model"
         for variable in [*self.model.trainable_variables, *self.model.non_trainable_variables]:

@@ -36,8 +36,8 @@ END = re.compile(r"exit code (\d+): ([^\n]*)")
 def connect(cluster: Workers | None, make_devices: Callable[[], Any]) -> Iterator[tuple[Workers, Any]]:
     """Join the workers of a cluster, or work alone without one. An error of one worker ends all with the same line.
 
-    Yield the workers and this worker's `Devices` from `make_devices`; their `strategy` joins all workers. The last
-    worker has `JOIN_TIMEOUT_SECONDS` to come.
+    Yield the workers, and what `make_devices` returned: first the strategy that joins all workers. The last worker has
+    `JOIN_TIMEOUT_SECONDS` to come.
 
     Raises:
       WorkerLostError: a worker did not come in time, or was lost later.
@@ -50,7 +50,7 @@ def connect(cluster: Workers | None, make_devices: Callable[[], Any]) -> Iterato
         cluster.log("waits for the other workers")
         _configure_service(cluster.size)
         devices = make_devices()
-        workers = dataclasses.replace(cluster, gather=_make_gather(devices.strategy))
+        workers = dataclasses.replace(cluster, gather=_make_gather(devices[0]))
         cluster.log("has joined; worker 0 logs the run")
         yield workers, devices
         workers.gather(None)  # a worker that finishes early waits for the others

@@ -23,13 +23,14 @@ import psutil
 import tensorflow as tf
 
 from cifar_towers import files
-from cifar_towers.config import TrainConfig
+from cifar_towers.config import TrainConfig, parse_profile_steps
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.data.dataset import Dataset, DatasetInfo, Split
 from cifar_towers.errors import UsageError, count
 from cifar_towers.evaluation.score import Evaluation, describe_score, reported_score, score_name
 from cifar_towers.hardware import available_cores, cpuinfo, gpu_names
+from cifar_towers.multi_worker.cluster_spec import Workers
 from cifar_towers.registry import split_path
 from cifar_towers.reporting import figures
 from cifar_towers.reporting.console import Progress, ProgressStatus, format_seconds
@@ -39,8 +40,7 @@ from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWr
 from cifar_towers.towers import Tower, placement_report
 from cifar_towers.towers.placement import short_device
 from cifar_towers.training.diagnostics import StepDiagnostics
-from cifar_towers.training.results import StepMetrics, without_gradients
-from cifar_towers.training.step_runner import FinishedStep
+from cifar_towers.training.step import FinishedStep, StepMetrics, without_gradients
 
 PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tensorboard", "numpy", "absl-py")
 SCALARS_PER_SUMMARY = 10  # scalars are written this many times as often as whole summaries
@@ -53,91 +53,113 @@ EVALUATED = ("accuracy", "loss", "ece")  # keys of an evaluation's record, and b
 
 
 @dataclasses.dataclass(frozen=True)
-class RunInfo:
-    """The properties of a run that its log records or uses."""
+class RunSetup:
+    """What a run is made from: settings, data, devices, workers, length and clock. It is made once."""
 
     config: TrainConfig
     dataset: Dataset
     banner: str  # warning that synthetic data replace CIFAR-10, or empty
-    local_towers: Sequence[Tower]  # devices of this process; the batch or the model is split over them
-    towers: Sequence[Tower]  # of the step: a single one where the model is split
+    strategy: tf.distribute.Strategy | None  # of a cluster
+    towers: Sequence[Tower]  # those of all workers; the batch or the model is split over them
+    local_towers: Sequence[Tower]  # those of this process
     precision: str
+    workers: Workers
     length: RunLength
-    model: keras.Model
-    variables: Mapping[str, tf.Variable]  # all that is saved, by name
+    timer: PhaseTimer
 
-    def describe_parallelism(self) -> str:
-        """Return number, images and devices of the towers, as `2 towers of 768 images on /CPU:0, /CPU:1`."""
-        config, num_towers = self.config, len(self.towers)
-        devices = ", ".join(tower.device for tower in self.local_towers)
-        if config.strategy == "multi_worker":
-            devices = f"{num_towers // len(self.local_towers)} workers"
-        parts = f"{config.micro_batches} x " if config.micro_batches > 1 else ""
-        images = f"{parts}{config.batch_size // num_towers // config.micro_batches} images"
-        stages = f" in {len(self.local_towers)} stages" if config.strategy == "stages" else ""
-        mirrored = ", mirrored" if config.strategy == "mirrored" else ""
-        return f"{count(num_towers, 'tower')} of {images}{stages} on {devices}{mirrored}"
+    @property
+    def step_towers(self) -> Sequence[Tower]:
+        """The towers of the step: a single one if the devices hold stages of the model."""
+        return self.towers[: self.config.num_towers(len(self.towers))]
 
 
 class RunLogger:
-    """The log of one run. With `quiet`, where another process reports the run, nothing is printed or drawn."""
+    """The log of one run. On workers other than worker 0, which reports the run, nothing is printed or drawn.
 
-    def __init__(self, run: RunInfo, timer: PhaseTimer, callbacks: "Callbacks", quiet: bool = False):
-        self.run, self.timer, self.callbacks, self.quiet = run, timer, callbacks, quiet
-        self.directory = run.config.directory
-        self.progress = Progress(run.length, quiet=quiet)
+    Args:
+      variables: every variable that checkpoints hold, by name.
+    """
+
+    def __init__(
+        self, setup: RunSetup, model: keras.Model, variables: Mapping[str, tf.Variable], callbacks: "Callbacks"
+    ):
+        self.setup, self.model, self.variables, self.callbacks = setup, model, variables, callbacks
+        self.config, self.length, self.timer = setup.config, setup.length, setup.timer
+        self.quiet, self.directory = not setup.workers.is_chief, setup.config.directory
+        self.progress = Progress(setup.length, quiet=self.quiet)
         self.log = self.progress.log
         self.metrics = JsonlWriter(self.directory)
         self.tensorboard = TensorBoardWriter(self.directory)
         self._epoch: list[StepMetrics] = []
-        self._saved_step = 0
+        self.saved_step = 0  # the newest checkpoint since the last epoch; 0: none
         self._last_drawing, self._drawing_seconds = -math.inf, 0.0
         self._unwritten: dict[str, dict] = {}  # file name -> content
+        self._profile_errors = files.BestEffortWrites(self.directory / TRAIN, (OSError, tf.errors.OpError))
+        self._is_profiled = False  # whether a trace is running
 
     def log_start(self) -> None:
         """Print what will be trained."""
-        if self.run.banner:
-            self.log(self.run.banner)
-        config, length = self.run.config, self.run.length
-        trainable = sum(math.prod(variable.shape) for variable in self.run.model.trainable_variables)
+        if self.setup.banner:
+            self.log(self.setup.banner)
+        config, dataset, num_towers = self.config, self.setup.dataset, len(self.setup.step_towers)
+        trainable = sum(math.prod(variable.shape) for variable in self.model.trainable_variables)
+        parts = f" in {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
         self.log(
-            f"{config.name} seed {config.seed}: {config.model}, {self.run.model.count_params():,} parameters "
-            f"({trainable:,} trainable), {self.run.precision}; {self.run.describe_parallelism()}"
+            f"{config.name} seed {config.seed}: {config.model}, {self.model.count_params():,} parameters "
+            f"({trainable:,} trainable), {self.setup.precision}; {count(num_towers, 'tower')} of "
+            f"{config.batch_size // num_towers} images{parts} on "
+            f"{', '.join(tower.device for tower in self.setup.local_towers)} (strategy {config.strategy})"
         )
         hardest = f", the hardest of {config.hard_example_pool}" if config.hard_example_pool else ""
-        images, steps = count(len(self.run.dataset.train.labels), "training image"), count(length.last, "step")
+        images, steps = count(len(dataset.train.labels), "training image"), count(self.length.last, "step")
         self.log(
-            f"{self.run.dataset.name}: {images}; {steps} of {config.batch_size}{hardest}, {length.steps_per_epoch} "
+            f"{dataset.name}: {images}; {steps} of {config.batch_size}{hardest}, {self.length.steps_per_epoch} "
             f"per epoch; writing to {self.directory}"
         )
 
     def open(self, step: int) -> None:
         """Open the files of a run that starts or resumes at `step`, and write its settings and environment."""
-        self.truncate_after(step or -1)  # a start that was aborted at step 0 may have had other settings
+        kept = step or -1  # a start that was aborted at step 0 may have had other settings
+        self.metrics.keep(lambda record: record["step"] <= kept)
         with files.BestEffortWrites(self.directory / files.RESULT):
             (self.directory / files.RESULT).unlink(missing_ok=True)  # of a run that ended earlier, and is continued
-        run = self.run
-        self._unwritten = {files.CONFIG: dataclasses.asdict(run.config), files.ENVIRONMENT: describe_run(run)}
+        environment = describe_run(self.setup, self.variables)
+        self._unwritten = {files.CONFIG: dataclasses.asdict(self.config), files.ENVIRONMENT: environment}
         self._write_unwritten()
-        hparams = recipe_fields(run.config) | {"seed": run.config.seed, "towers": len(run.towers)}
-        hparams |= {"strategy": run.config.strategy, "precision": run.precision, "dataset": run.dataset.name}
         if step == 0:
-            self.tensorboard.start(hparams)
+            hparams = recipe_fields(self.config) | {"seed": self.config.seed, "strategy": self.config.strategy}
+            hparams |= {"towers": len(self.setup.step_towers), "precision": self.setup.precision}
+            self.tensorboard.start(hparams | {"dataset": self.setup.dataset.name})
         self.callbacks.start()
+        self.profile(step)
+
+    def close(self) -> None:
+        """Write the trace of the steps so far, if one is running, and remove the live line."""
+        if self._is_profiled:
+            self._is_profiled = False
+            with self._profile_errors:
+                tf.profiler.experimental.stop()
+        self.progress.pause()
+
+    def profile(self, step: int, finished: Sequence[FinishedStep] = ()) -> None:
+        """Begin the trace of --profile_steps, for TensorBoard's tab PROFILE, if `step` is its start; or end it."""
+        first, last = parse_profile_steps(self.config.profile_steps) or (-1, -1)
+        if first == step < self.length.last and not self.quiet:
+            with self._profile_errors:
+                tf.profiler.experimental.start(str(self.directory / TRAIN))
+                self._is_profiled = True
+        elif step == last:
+            self.close()
 
     def log_graph(self, function: tf.types.experimental.ConcreteFunction) -> None:
         """Draw the traced step in TensorBoard, and print its devices with --log_device_placement."""
         self.tensorboard.write_graph(function)
-        if self.run.config.log_device_placement:
-            self.log(placement_report(function, self.run.towers))
+        if self.config.log_device_placement:
+            self.log(placement_report(function, self.setup.step_towers))
 
     def is_summary_step(self, step: int) -> bool:
         """Return whether step `step` is a summary step."""
-        return _is_due(step, self.run.config.summary_every_steps) or step == self.run.length.last
-
-    def end_step(self, is_traced: bool) -> None:
-        """Stop the clock of a step."""
-        self.timer.end_step(self.run.config.batch_size, is_traced)
+        return _is_due(step, self.config.summary_every_steps) or step == self.length.last
 
     def log_step(self, finished: FinishedStep, diagnostics: StepDiagnostics | None, skipped_steps: int) -> None:
         """Show and write the metrics of a step, its learning rates by parameter group, and its diagnostics, if any."""
@@ -145,11 +167,11 @@ class RunLogger:
         self._epoch.append(without_gradients(metrics))
         rate, (images_per_sec, input_wait) = next(iter(rates.values())), self.timer.recent_rates()
         self.progress.step(self._status(step, metrics.loss, metrics.accuracy, rate))
-        if not diagnostics and not _is_due(step, math.ceil(self.run.config.summary_every_steps / SCALARS_PER_SUMMARY)):
+        if not diagnostics and not _is_due(step, math.ceil(self.config.summary_every_steps / SCALARS_PER_SUMMARY)):
             return
         record = {
             "step": step,
-            "epoch": step / self.run.length.steps_per_epoch,
+            "epoch": step / self.length.steps_per_epoch,
             "loss": metrics.loss,
             "accuracy": metrics.accuracy,
             "images_per_sec": images_per_sec,
@@ -168,22 +190,17 @@ class RunLogger:
         self.metrics.write(kind="train", **record)
         self.callbacks.step(step, record)
         scalars = {tag: record[key] for key, tag in RECORDED.items()}
-        scalars["speed/step_seconds"] = self.run.config.batch_size / images_per_sec if images_per_sec else None
+        scalars["speed/step_seconds"] = self.config.batch_size / images_per_sec if images_per_sec else None
         scalars |= {f"learning_rate/{group}": rate for group, rate in rates.items()}
         scalars |= {f"losses/{term} (raw)": loss for term, loss in metrics.losses.items()}
         scalars |= {f"losses/{term}": loss for term, loss in metrics.smoothed_losses.items()}
-        if metrics.hard_examples:
-            proxy = metrics.hard_examples.proxy
-            scalars |= {"proxy/loss": proxy.loss, "proxy/accuracy": proxy.accuracy}
+        if metrics.proxy:
+            scalars |= {"proxy/loss": metrics.proxy.loss, "proxy/accuracy": metrics.proxy.accuracy}
         if diagnostics:
-            scalars |= memory_usage(self.run.local_towers)
+            scalars |= memory_usage(self.setup.local_towers)
         self.tensorboard.write(TRAIN, step, {tag: value for tag, value in scalars.items() if value is not None})
         if diagnostics:
             self._write_diagnostics(step, diagnostics, record["towers"], bool(metrics.updated))
-
-    def log_save(self, step: int) -> None:
-        """Show on the live line and at the end of the epoch that the state after `step` is saved."""
-        self._saved_step = step
 
     def log_epoch(self, step: int, rates: Mapping[str, float], scores: Sequence[dict]) -> None:
         """Print the means over an epoch, or its part in this process, and the scores at its end."""
@@ -192,18 +209,13 @@ class RunLogger:
         self.progress.epoch(self._status(step, loss, accuracy, next(iter(rates.values()))))
         for score in scores:
             self.log(f"  {describe_score(score)}")
-        self._epoch, self._saved_step = [], 0
+        self._epoch, self.saved_step = [], 0
 
     def _status(self, step: int, loss: float, accuracy: float, rate: float) -> ProgressStatus:
         images_per_sec, _ = self.timer.recent_rates()
-        images_left = (self.run.length.last - step) * self.run.config.batch_size
+        images_left = (self.length.last - step) * self.config.batch_size
         seconds_left = images_left / images_per_sec if images_per_sec else None
-        return ProgressStatus(step, loss, accuracy, rate, images_per_sec, seconds_left, self._saved_step)
-
-    def truncate_after(self, step: int) -> None:
-        """Remove what was written of later steps."""
-        self._epoch = []
-        self.metrics.keep(lambda record: record["step"] <= step)
+        return ProgressStatus(step, loss, accuracy, rate, images_per_sec, seconds_left, self.saved_step)
 
     def log_evaluation(
         self, step: int, evaluations: Sequence[Evaluation], splits: Mapping[str, Split], final: bool
@@ -215,11 +227,9 @@ class RunLogger:
         """
         records = [evaluation_record(evaluation) for evaluation in evaluations]
         for record in records:
-            self.metrics.write(kind="eval", step=step, epoch=step / self.run.length.steps_per_epoch, **record)
+            self.metrics.write(kind="eval", step=step, epoch=step / self.length.steps_per_epoch, **record)
             self.callbacks.evaluation(step, record)
-            tag = f"{record['split']}/{record['weights']}" + f"_tta{record['tta']}" * bool(record["tta"])
-            scalars = {f"{key}/{tag}": record[key] for key in EVALUATED}
-            self.tensorboard.write(EVAL, step, scalars)
+            self.tensorboard.write(EVAL, step, {f"{key}/{score_name(record)}": record[key] for key in EVALUATED})
         self._write_unwritten()
         if self.quiet:
             return records
@@ -232,17 +242,13 @@ class RunLogger:
             self._drawing_seconds = self._last_drawing - start
         return records
 
-    def drop_evaluations(self, step: int) -> None:
-        """Remove evaluations after `step`, before they are repeated."""
-        self.metrics.keep(lambda record: (record["kind"], record["step"]) != ("eval", step))
-
     def begin_final_evaluation(self, step: int, splits: Mapping[str, Split]) -> None:
         """Print what will be evaluated, as that may take minutes, and remove evaluations after `step`, if any."""
         self.progress.pause()
         images = " and ".join(count(len(split.labels), f"{name} image") for name, split in splits.items())
-        tta = f", without TTA and with TTA {self.run.config.tta}" if self.run.config.tta else ""
+        tta = f", without TTA and with TTA {self.config.tta}" if self.config.tta else ""
         self.log(f"evaluating on {images}{tta}")
-        self.drop_evaluations(step)
+        self.metrics.keep(lambda record: (record["kind"], record["step"]) != ("eval", step))
 
     def log_result(self, result: Mapping[str, Any]) -> None:
         """Print the result, before anything that can fail; the score that the run reports comes last."""
@@ -259,8 +265,8 @@ class RunLogger:
         self.log(f"{speed}; weights sha256 {result['weights_sha256'][:16]}")
         if reported:
             self.log(f"result: {describe_score(reported)}")
-        if self.run.banner:
-            self.log(self.run.banner)
+        if self.setup.banner:
+            self.log(self.setup.banner)
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write result.json and the run's row in HPARAMS; print what failed on the way."""
@@ -271,11 +277,11 @@ class RunLogger:
         self._write_unwritten()
         with files.BestEffortWrites(self.directory / files.RESULT):
             files.write_json(self.directory / files.RESULT, result)
-        final = {"final/training_seconds": training_seconds(self.timer.seconds)}
+        final = {"final/training_seconds": training_seconds(result["seconds"])}
         final |= {"final/images_per_sec": result["images_per_sec"]} if result["images_per_sec"] else {}
         self.tensorboard.write(EVAL, result["step"], final)
         self.log(f"written to {self.directory}; next:")
-        for line in next_commands(self.run.config, self.run.banner):
+        for line in next_commands(self.config, self.setup.banner):
             self.log(f"  {line}")
 
     def _write_unwritten(self) -> None:
@@ -289,13 +295,13 @@ class RunLogger:
         self, step: int, diagnostics: StepDiagnostics, towers: Mapping[str, list[float]], updated: bool
     ) -> None:
         """Write a summary step's tower scalars, images and histograms; of a skipped step only the scalars."""
-        if len(self.run.towers) > 1:
+        if len(self.setup.step_towers) > 1:
             self.tensorboard.write_tower_scalars(step, {f"towers/{key}": values for key, values in towers.items()})
         if not updated or self.quiet:
             return
-        info = self.run.dataset.info
+        info = self.setup.dataset.info
         labels = [info.class_names[label] for label in diagnostics.labels]
-        levels = denormalize(diagnostics.images, info if self.run.config.standardize == "dataset" else None)
+        levels = denormalize(diagnostics.images, info if self.config.standardize == "dataset" else None)
         picture = figures.image_grid(levels, labels, columns=4)
         self.tensorboard.write_diagnostics(step, picture, diagnostics)
 
@@ -304,7 +310,7 @@ class RunLogger:
 
         There is no picture of the confusion matrix of more than `figures.MAX_CLASSES` classes.
         """
-        score, names, mistakes = evaluation.score, self.run.dataset.info.class_names, evaluation.score.mistakes
+        score, names, mistakes = evaluation.score, self.setup.dataset.info.class_names, evaluation.score.mistakes
         captions = [
             f"{names[probabilities.argmax()]} {100 * probabilities.max():.0f} %\nis {names[label]}\nimage {index}"
             for index, probabilities, label in zip(
@@ -424,15 +430,15 @@ def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
     return record
 
 
-def describe_run(run: RunInfo) -> dict[str, Any]:
+def describe_run(setup: RunSetup, variables: Mapping[str, tf.Variable]) -> dict[str, Any]:
     """Return the content of environment.json: machine, software, devices, data and variables of a run."""
     return describe_machine() | {
-        "towers": [{"name": tower.name, "device": tower.device} for tower in run.towers],
-        "precision": run.precision,
+        "towers": [{"name": tower.name, "device": tower.device} for tower in setup.step_towers],
+        "precision": setup.precision,
         "gpus": gpu_names(),
-        "data_sha256": run.dataset.digests(),
-        "synthetic_data": run.banner,
-        "class_names": list(run.dataset.info.class_names),
+        "data_sha256": setup.dataset.digests(),
+        "synthetic_data": setup.banner,
+        "class_names": list(setup.dataset.info.class_names),
         "variables": [
             {
                 "name": name,
@@ -440,7 +446,7 @@ def describe_run(run: RunInfo) -> dict[str, Any]:
                 "bytes": variable.shape.num_elements() * variable.dtype.size,
                 "device": short_device(variable.device),
             }
-            for name, variable in run.variables.items()
+            for name, variable in variables.items()
         ],
     }
 
@@ -454,7 +460,7 @@ def describe_machine() -> dict[str, Any]:
         "processor": cpuinfo("model name") or platform.processor() or platform.machine(),
         "cores": available_cores(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "as TensorFlow chooses"),  # the text of earlier runs too
+        "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "as TensorFlow chooses"),
         "git_revision": _git_revision(),
     }
 
@@ -490,10 +496,9 @@ def _version(package: str) -> str:
 
 def _git_revision() -> str:
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():  # an installed copy may stand inside another project's repository
-        return "unknown"
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or "unknown"
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
+    if (root / ".git").exists():  # an installed copy may stand inside another project's repository
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            return subprocess.check_output(
+                ["git", "-C", str(root), "describe", "--always", "--dirty"], text=True, stderr=subprocess.DEVNULL
+            ).strip()
+    return "unknown"

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
+from tensorboard.plugins.histogram import metadata as histogram_metadata
 from tensorboard.plugins.hparams import summary_v2 as hparams_summary
 
 from cifar_towers import files
 from cifar_towers.training.diagnostics import StepDiagnostics
 
 TRAIN, EVAL = "train", "eval"  # beside one directory per tower
+NUM_BUCKETS = 30  # of a histogram, as in `tf.summary.histogram`
+HISTOGRAM = histogram_metadata.create_summary_metadata(None, None)
 
 
 class TensorBoardWriter:
@@ -55,7 +58,7 @@ class TensorBoardWriter:
                 for tag, picture in (images or {}).items():
                     tf.summary.image(tag, picture[None])
                 for tag, values in (histograms or {}).items():
-                    tf.summary.histogram(tag, values)
+                    tf.summary.write(tag, _histogram(values), metadata=HISTOGRAM)
             writer.flush()
 
     def write_graph(self, function: tf.types.experimental.ConcreteFunction) -> None:
@@ -80,3 +83,9 @@ class TensorBoardWriter:
         histograms = {f"{kind}/{name}": values for kind, named in kinds.items() for name, values in named.items()}
         sparsity = {f"sparsity/{layer}": np.mean(values == 0) for layer, values in diagnostics.activations.items()}
         self.write(TRAIN, step, sparsity, {"input/augmented": picture}, histograms)
+
+
+def _histogram(values: np.ndarray) -> tf.Tensor:
+    """Return [30, 3] edges and counts of the finite values; `tf.summary.histogram` takes a second for a million."""
+    counts, edges = np.histogram(values[np.isfinite(values)], NUM_BUCKETS)
+    return tf.constant(np.stack([edges[:-1], edges[1:], counts], 1), tf.float64)

@@ -23,8 +23,9 @@ def run_on_towers_synchronized(
 ) -> list[Any]:
     """Run `fn` as `run_on_towers` does, and let it call `all_reduce_mean` in its forward or backward pass.
 
-    Call it inside a `tf.function`, with shards of equal size. Every tower must make the same calls in the same order. `fn` must compute its
-    gradients itself: the towers run in threads of their own, where a tape outside of `fn` records nothing.
+    Call it inside a `tf.function`, with shards of equal size. Every tower must make the same calls in the same order.
+    `fn` must compute its gradients itself: the towers run in threads of their own, where a tape outside of `fn` records
+    nothing.
 
     Raises:
       RuntimeError: it is called eagerly, where no graph is traced, or the towers call `all_reduce_mean` a different

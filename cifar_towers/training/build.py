@@ -1,9 +1,10 @@
-"""From settings to the parts of a run: data, the user's functions, model, state, step. Parts take plain values."""
+"""From settings to the parts of a run: devices, batches, model, state, step. Parts take plain values."""
 
 import contextlib
 import dataclasses
 import functools
 import inspect
+import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -13,38 +14,83 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
-from keras.src.utils import naming  # clear_session resets names too, and also ends the graph that is being built
+from keras.src.utils import naming  # clear_session also ends the graph that is being built
 from tensorflow.python.eager import context
 
-from cifar_towers.config import TrainConfig, schedules
-from cifar_towers.data import sources
+from cifar_towers.config import DeviceConfig, TrainConfig, schedules
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import NUM_OWN_DRAWS, Batches
-from cifar_towers.data.dataset import Dataset, DatasetInfo, Split, chunks
+from cifar_towers.data.dataset import DatasetInfo, Split, chunks
 from cifar_towers.errors import UsageError
 from cifar_towers.models import MODELS, WEIGHT_DECAYS, user_model
 from cifar_towers.models.layers import synchronize
 from cifar_towers.models.speednet import whitening_kernel
+from cifar_towers.multi_worker.cluster_spec import Workers
 from cifar_towers.registry import SPEEDNETS
-from cifar_towers.towers import Tower, variable_placement
-from cifar_towers.towers.devices import on_gpus
-from cifar_towers.towers.pipeline import Stage, cut_in_stages, stage_placement
-from cifar_towers.training.distributed_step import make_mirrored_step, make_strategy
+from cifar_towers.towers import Tower, make_towers, variable_placement
+from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT, on_gpus
+from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
+from cifar_towers.training.distributed_step import make_mirrored_step, make_multi_worker_strategy, make_strategy
 from cifar_towers.training.losses import OWN, cross_entropy, make_loss
-from cifar_towers.training.optimizers import RoleSchedule, make_optimizer
-from cifar_towers.training.results import PROXY
+from cifar_towers.training.optimizers import make_optimizer
 from cifar_towers.training.state import TrainState
-from cifar_towers.training.step import Update, make_update, select_hard_examples
+from cifar_towers.training.step import PROXY, Update, make_update, select_hard_examples
 from cifar_towers.user_code import load_function
+
+log = logging.getLogger(__name__)
 
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float64": "float64"}
 NUM_EXAMPLES = 4  # in the batch that a user's function is checked with
 MAX_WHITENING_PIXELS = 5000 * 32 * 32  # at once; their patches take a hundred bytes each
 
 
-def load_data(config: TrainConfig, source: sources.Source) -> Dataset:
-    """Return the data set that a config asks for. Errors are those of `sources.load`."""
-    return sources.load(source, config.validation_examples, config.image_size)
+def setup_devices(
+    config: TrainConfig, cluster: Workers | None = None
+) -> tuple[tf.distribute.Strategy | None, list[Tower]]:
+    """Set up the towers that a config asks for, on this machine or on those of a cluster.
+
+    With a cluster the call waits for all workers. It returns a strategy that joins them, and the towers of all.
+
+    Raises:
+      UsageError: the machine cannot have the towers, or they cannot share the batch evenly.
+    """
+    if cluster:
+        strategy, towers = make_multi_worker_strategy(
+            cluster.addresses, cluster.index, config.num_gpus, **_device_options(config)
+        )
+    else:
+        strategy, towers = None, setup_towers(config, _choose_num_towers(config))
+    config.check_shares(len(towers))
+    return strategy, towers
+
+
+def setup_towers(config: DeviceConfig, num_towers: int = 0) -> list[Tower]:
+    """Set up `num_towers` towers, by default as many as a config asks for, on this machine.
+
+    Raises:
+      UsageError: this machine cannot have them.
+    """
+    try:
+        return make_towers(num_towers or config.num_gpus, **_device_options(config))
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(str(error)) from error
+
+
+def _choose_num_towers(config: TrainConfig) -> int:
+    """Return the number of towers to request; 0: one per device. Log the reason if the batch limits the number."""
+    num_devices = len(tf.config.get_visible_devices("GPU")) or CPU_TOWERS_BY_DEFAULT
+    fitting, why = config.default_num_towers(num_devices)
+    if config.num_gpus or fitting == num_devices:
+        return config.num_gpus
+    log.info(f"{fitting} of {num_devices} towers: {why}")
+    return fitting
+
+
+def _device_options(config: DeviceConfig) -> dict[str, Any]:
+    """Make TensorFlow deterministic if the config asks for it; return the options of `make_towers`."""
+    if config.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    return {"soft_placement": config.soft_placement, "gpu_memory_limit_mb": config.gpu_memory_limit_mb}
 
 
 def make_batches(config: TrainConfig, train: Split, rows: tuple[int, int] | None = None) -> Batches:
@@ -65,11 +111,7 @@ def make_batches(config: TrainConfig, train: Split, rows: tuple[int, int] | None
 
 
 def make_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
-    """Return the augmentation that the settings ask for, with the moments of `info` for normalization.
-
-    Each field of `Augmentation` that has the name of a setting gets its value. The user's function is not included,
-    because only `make_training` loads it.
-    """
+    """Return the augmentation of a run, except a function of the user's, which `make_training` adds."""
     settings = {name: getattr(config, name) for name in Augmentation._fields if hasattr(config, name)}
     return Augmentation(**settings, mean=info.mean, std=info.std)
 
@@ -85,25 +127,37 @@ def make_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Sp
     """Return the model with initial weights from the seed. Whitening filters are computed from `train`.
 
     Leave out `train` to restore weights. Whitening filters are then zeros, and a user's model is not checked.
-    The caller's random number generators are restored. Layers that are made later get names that no earlier layer has.
+    The caller's random number generators are restored.
 
     Raises:
       UsageError: a user's model cannot be built, or towers cannot train it.
     """
+    image_size, num_classes = config.crop or info.image_size, len(info.class_names)
+    is_synchronized, policy = config.batch_statistics == "synchronized", POLICIES[precision]
     with _seeded(config.seed):
         if config.user_model:
-            model = _user_model(config, precision, info, to_train=train is not None)
+            naming.reset_uids()  # layers without a name are called the same in every process
+            model = user_model.build_model(load_function("model", config.model), image_size, num_classes, policy)
+            if train is not None:
+                user_model.check_model(model, image_size, num_classes, is_synchronized)
         else:
-            model = _registered_model(config, precision, info, train)
-    if config.batch_statistics == "synchronized":
+            options: dict[str, Any] = {"dtype": policy, "num_classes": num_classes}
+            if config.model not in SPEEDNETS:
+                options["image_size"] = image_size
+            elif train is not None:
+                parts = chunks(train.images[: config.whitening_images], MAX_WHITENING_PIXELS)
+                normalize = make_augmentation(config, info).evaluate
+                options["whitening"] = whitening_kernel(normalize(images).numpy() for images in parts)
+            model = MODELS[config.model](**options)
+    if is_synchronized:
         synchronize(model)
     return model
 
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed all random numbers inside. Restore their state at the end, and give no earlier layer's name again."""
-    tensorflow, names = context.context(), global_state.get_global_attribute("object_name_uids", {})
+    """Seed all random numbers inside, and restore their state at the end."""
+    tensorflow = context.context()
     with contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
@@ -112,30 +166,6 @@ def _seeded(seed: int) -> Iterator[None]:
             stack.callback(global_state.set_global_attribute, name, global_state.get_global_attribute(name))
         keras.utils.set_random_seed(seed)
         yield
-    new = global_state.get_global_attribute("object_name_uids", {})
-    new.update({name: max(count, new.get(name, 0)) for name, count in names.items()})
-
-
-def _registered_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Split | None) -> keras.Model:
-    options = {"dtype": POLICIES[precision], "num_classes": len(info.class_names)}
-    if config.model in SPEEDNETS:
-        if train is not None:
-            parts = chunks(train.images[: config.whitening_images], MAX_WHITENING_PIXELS)
-            normalize = make_augmentation(config, info).evaluate
-            options["whitening"] = whitening_kernel(normalize(images).numpy() for images in parts)
-    else:
-        options["image_size"] = config.crop or info.image_size
-    return MODELS[config.model](**options)
-
-
-def _user_model(config: TrainConfig, precision: str, info: DatasetInfo, to_train: bool) -> keras.Model:
-    naming.reset_uids()  # layers without a name are called the same in every process, whatever was made before
-    image_size, num_classes = config.crop or info.image_size, len(info.class_names)
-    function = load_function("model", config.model)
-    model = user_model.build_model(function, image_size, num_classes, POLICIES[precision])
-    if to_train:
-        user_model.check_model(model, image_size, num_classes, config.batch_statistics == "synchronized")
-    return model
 
 
 def make_loss_fn(config: TrainConfig, model: keras.Model) -> tuple[Callable, list[str]]:
@@ -156,12 +186,11 @@ def make_training(
     train: Split,
     length: schedules.RunLength,
     strategy: tf.distribute.Strategy | None = None,
-) -> tuple[TrainState, Update, Sequence[Tower]]:
-    """Return state, step and towers of a run: shared or mirrored variables, on towers or in pipeline stages.
+) -> tuple[TrainState, Update]:
+    """Return state and step of a run: shared or mirrored variables, on towers or in pipeline stages.
 
-    The step is a `tf.function` with the arguments that `step.make_update` describes. There is one tower if the devices
-    hold stages of the model. On a cluster, whose `strategy` joins the towers of all workers, the step also takes
-    `stop_signal`.
+    The step is a `tf.function` with the arguments that `step.make_update` describes. On a cluster, whose `strategy`
+    joins the towers of all workers, the step also takes `stop_signal`.
 
     Raises:
       UsageError: the machine or the model does not allow this.
@@ -178,14 +207,16 @@ def make_training(
     if strategy:
         with strategy.scope():
             state, loss_fn = make_state_fn()
-        return state, make_mirrored_step(strategy, state, towers, loss_fn, augmentation, parts), towers
+        return state, make_mirrored_step(strategy, state, towers, loss_fn, augmentation, parts)
     if config.strategy == "stages":
         devices = [tower.device for tower in towers]
         with stage_placement(lambda: make_model(config, precision, train.info), devices, open_size=image_size):
             state, loss_fn = make_state_fn()
-        stages = _cut_in_stages(state, devices, image_size)
+        if OWN in state.loss_averages.sums:
+            raise UsageError("strategy=stages cannot train a net that adds losses of its own, as regularizers do")
+        stages = cut_in_stages(state.model, devices, open_size=image_size)
         update = make_update(state, towers[:1], loss_fn, augmentation, micro_batches=parts, stages=stages)
-        return state, tf.function(update, autograph=False), towers[:1]
+        return state, tf.function(update, autograph=False)
     options: dict[str, Any] = {"micro_batches": parts, "synchronized": config.batch_statistics == "synchronized"}
     with variable_placement(resolve_placement(config, towers), towers):
         state, loss_fn = make_state_fn()
@@ -196,30 +227,17 @@ def make_training(
             proxy_options = options | {"example_loss": make_example_loss(config, num_classes)}
             proxy_update = make_update(state.proxy, towers, proxy_loss, augmentation, **proxy_options)
             update = select_hard_examples(update, proxy_update, config.batch_size)
-    return state, tf.function(update, autograph=False), towers
+    return state, tf.function(update, autograph=False)
 
 
 def resolve_placement(config: TrainConfig, towers: Sequence[Tower]) -> str:
-    """Return the variable placement of a run: the config's, or the default for its model and devices.
-
-    A speednet's update is too much work for a host, so its variables are spread over GPUs.
-    """
-    default = "round_robin" if config.model in SPEEDNETS and on_gpus(towers) else "cpu"
-    return config.variable_placement or default
-
-
-def _cut_in_stages(state: TrainState, devices: Sequence[str], image_size: int) -> Sequence[Stage]:
-    """Cut the model into stages, one on each device."""
-    if OWN in state.loss_averages.sums:
-        raise UsageError("strategy=stages cannot train a net that adds losses of its own, as regularizers do")
-    return cut_in_stages(state.model, devices, open_size=image_size)
+    """Return the variable placement of a run: the config's, or the default for its model and devices."""
+    is_large = config.model in SPEEDNETS  # its update is too much work for the host of GPUs
+    return config.variable_placement or ("round_robin" if is_large and on_gpus(towers) else "cpu")
 
 
 def proxy_config(config: TrainConfig) -> TrainConfig:
-    """Return the config of the proxy net, which picks the hardest examples.
-
-    The proxy trains on the whole pool of examples, by the recipe of `config`, and keeps no averages of its weights.
-    """
+    """Return the config of the proxy net, which trains on the whole pool of examples and keeps no averages."""
     return dataclasses.replace(
         config,
         model="speednet_proxy",
@@ -252,19 +270,35 @@ def make_state(
     return state, loss_fn
 
 
-def role_schedules(config: TrainConfig, length: schedules.RunLength) -> dict[str, RoleSchedule]:
-    """Return the learning rate of each role in a recipe over a run of this length."""
+def role_schedules(config: TrainConfig, length: schedules.RunLength) -> dict[str, tuple]:
+    """Return (peak learning rate, factor of a step[, first step without training]) of each role over a run."""
     shape, points = schedules.parse_rate_schedule(config.learning_rate_schedule)
     factor = functools.partial(schedules.RATE_SHAPES[shape], steps=points.steps(length), values=points.values)
     whitening_steps = math.ceil(schedules.to_steps(config.whitening_epochs, length.steps_per_epoch))
     bias_rate = config.bias_learning_rate or config.learning_rate
     whitening_rate = config.whitening_learning_rate or bias_rate
     return {
-        "kernels": RoleSchedule(config.learning_rate, factor),
-        "biases": RoleSchedule(bias_rate, factor),
-        "head": RoleSchedule(config.head_learning_rate or config.learning_rate, factor),
-        "whitening": RoleSchedule(whitening_rate, lambda step: 1 - step / whitening_steps, whitening_steps),
+        "kernels": (config.learning_rate, factor),
+        "biases": (bias_rate, factor),
+        "head": (config.head_learning_rate or config.learning_rate, factor),
+        "whitening": (whitening_rate, lambda step: 1 - step / whitening_steps, whitening_steps),
     }
+
+
+def make_image_size_fn(config: TrainConfig, length: schedules.RunLength) -> Callable[[int], int]:
+    """Return the function step -> height and width of its images in pixels.
+
+    Raises:
+      UsageError: the run is so short that its last images are smaller than those of the evaluation.
+    """
+    full_size = config.crop or config.image_size
+    image_size_at = schedules.ImageSizeSchedule(config.image_size_schedule, full_size).at(length)
+    if (size := image_size_at(length.total - 1)) != full_size:
+        raise UsageError(
+            f"image_size_schedule={config.image_size_schedule} is still at {size} pixels in the last of {length.total} "
+            f"steps, and the net is evaluated on {full_size}; give places e.g. as 60%=32"
+        )
+    return image_size_at
 
 
 # An augmentation and a loss of the user's own ------------------------------------------------------------------------

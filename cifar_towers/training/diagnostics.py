@@ -1,7 +1,7 @@
-"""Diagnostics of a summary step, computed with NumPy from the gradients that the step returns."""
+"""Diagnostics: of a summary step, with NumPy, from the gradients that it returns; and why steps were skipped."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -11,11 +11,12 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.models import layers
 from cifar_towers.towers import Tower
 from cifar_towers.towers.keras_parallel import first_call, variable_values
-from cifar_towers.training.results import StepMetrics
-from cifar_towers.training.step_runner import FinishedStep
+from cifar_towers.training.state import TrainState
+from cifar_towers.training.step import PROXY, FinishedStep, StepMetrics
 
 NUM_EXAMPLES = 64  # whose activations are measured
 NUM_IMAGES = 16  # of these, that are shown
+MAX_SKIPPED_STEPS = 3  # in a row; then the run ends
 NONLINEAR = tuple(
     getattr(keras.layers, name) for name in ("Activation", "ReLU", "LeakyReLU", "PReLU", "ELU", "Softmax")
 )
@@ -106,3 +107,47 @@ def _flatten(gradients: Sequence[np.ndarray | None], means: Sequence[np.ndarray 
 
 def _as_float32(values: tf.Tensor) -> np.ndarray:
     return tf.cast(values, tf.float32).numpy()
+
+
+# Skipped steps --------------------------------------------------------------------------------------------------------
+
+
+class Health:
+    """The number of steps that were skipped because a number was not finite: in all, and the last ones in a row."""
+
+    def __init__(self, state: TrainState, towers: Sequence[Tower]):
+        self._state, self._towers = state, towers
+        self.skipped_steps = self.skipped_in_a_row = 0
+
+    def metadata(self) -> dict[str, int]:
+        """Return the counts that checkpoints store."""
+        return {"skipped_steps": self.skipped_steps, "skipped_in_a_row": self.skipped_in_a_row}
+
+    def restore(self, metadata: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint's metadata."""
+        self.skipped_steps, self.skipped_in_a_row = metadata["skipped_steps"], metadata["skipped_in_a_row"]
+
+    def record(self, finished: FinishedStep) -> str:
+        """Count a finished step; return a line with the reason if it, or the proxy's step, was skipped, else ""."""
+        metrics, state, prefix = finished.metrics, self._state, ""
+        if metrics.updated and metrics.proxy and state.proxy:
+            metrics, state, prefix = metrics.proxy, state.proxy, f"{PROXY}: "
+        if metrics.updated:
+            self.skipped_in_a_row = 0
+            return ""
+        self.skipped_steps += 1
+        self.skipped_in_a_row += 1
+        reason = describe_nonfinite(metrics, self._towers, state.weight_names, state.update_names)
+        in_a_row = f"{self.skipped_in_a_row} in a row, {MAX_SKIPPED_STEPS} end the run"
+        return f"step {finished.step} was skipped ({in_a_row}): {prefix}{reason}"
+
+
+def describe_nonfinite(
+    metrics: StepMetrics, towers: Sequence[Tower], weight_names: Sequence[str], update_names: Sequence[str]
+) -> str:
+    """Name the first non-finite number that a step recorded, e.g. `total_loss of tower_1 is not finite`."""
+    names = [*metrics.losses, *(f"the gradient of {name}" for name in reversed(weight_names))]
+    for tower, index in zip(towers, np.atleast_1d(metrics.nonfinite_towers), strict=True):
+        if index >= 0:
+            return f"{names[index]} of {tower.name} is not finite"
+    return f"the new value of {update_names[metrics.nonfinite_update]} is not finite"

@@ -11,11 +11,11 @@ import tensorflow as tf
 
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
+from cifar_towers.errors import UsageError
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.devices import make_towers, on_gpus
-from cifar_towers.training.results import StepMetrics
 from cifar_towers.training.state import TrainState, UpdateResult
-from cifar_towers.training.step import TowerResult, Update, all_finite, make_step_metrics, make_tower_fn
+from cifar_towers.training.step import StepMetrics, TowerResult, Update, all_finite, make_step_metrics, make_tower_fn
 
 MEAN, SUM = tf.distribute.ReduceOp.MEAN, tf.distribute.ReduceOp.SUM
 
@@ -36,18 +36,17 @@ def make_multi_worker_strategy(
     """Return a strategy that joins W processes, and the towers of all, in the order of the workers.
 
     The call waits for all workers, at [W] `addresses` as host:port. Each worker opens a port without authentication, on
-    every interface of its machine. It has `num_gpus` towers; 0 is one for each GPU, or one on the CPU. `device_options`
-    are those of `make_towers`.
+    every interface of its machine. `num_gpus` and `device_options` are those of `make_towers`.
 
     Raises:
-      ValueError: more towers than TensorFlow lets a worker have, or GPUs that are not there.
+      UsageError: more towers than TensorFlow lets a worker have, or GPUs that are not there.
     """
     gpus = len(tf.config.get_visible_devices("GPU"))
     if num_gpus > max(gpus, 1):
         have = f"{gpus} GPUs" if gpus else "no GPU, and a worker's CPU is one tower"
-        raise ValueError(f"num_gpus={num_gpus}: this worker has {have}; start more workers instead")
+        raise UsageError(f"num_gpus={num_gpus}: this worker has {have}; start more workers instead")
     if not gpus and num_gpus and not device_options.get("soft_placement", True):
-        raise ValueError(f"num_gpus={num_gpus} asks for GPUs, and this worker has none; leave it")
+        raise UsageError(f"num_gpus={num_gpus} asks for GPUs, and this worker has none; leave it")
     make_towers(num_gpus, multi_worker=True, **device_options)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(
         tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -71,9 +70,8 @@ def make_mirrored_step(
 ) -> Update:
     """Return the training step of K towers, which are the strategy's replicas; see `make_update` for its arguments.
 
-    If other processes have some of the towers, the step takes this process's part of the batch. Its metrics cover all
-    towers, but `tower_gradients` those of this process alone. The step then also takes a `stop_signal`, and returns the
-    largest of all.
+    If other processes have some of the towers, the step takes this process's part of the batch and a `stop_signal`, and
+    returns the largest of all signals. Its metrics cover all towers, except `tower_gradients`.
 
     Args:
       state: built in `strategy.scope()`.
@@ -143,10 +141,7 @@ def _all_reduce(context, *lists: Sequence) -> list[list]:
 
 
 def _all_gather(context, scalars: Any, tower: Tower, num_towers: int) -> Any:
-    """Return a structure of scalars as [K] float32 with the values of all replicas; None stays None.
-
-    One all-reduce does it, and rounds nothing: only zeros are added to each value.
-    """
+    """Return a structure of scalars as [K] float32 of all replicas, by one sum with zeros; None stays None."""
     leaves = tf.nest.flatten(scalars)
     row = tf.stack([tf.cast(leaf, tf.float32) for leaf in leaves if leaf is not None])
     table = tf.pad(row[None], [[tower.index, num_towers - 1 - tower.index], [0, 0]])

@@ -29,7 +29,7 @@ class Momentum:
     ):
         self.variables = list(variables)
         self.momentum, self.nesterov, self.weight_decay = momentum, nesterov, weight_decay
-        self.slots = {"momentum": [_zeros_like(v, "momentum") for v in self.variables] if momentum else []}
+        self.slots = {"momentum": [make_slot(v, "momentum") for v in self.variables] if momentum else []}
 
     def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
         variable, direction = self.variables[index], gradient
@@ -54,7 +54,7 @@ class AdamW:
 
     def __init__(self, variables: Sequence[tf.Variable], weight_decay: float = 0.0):
         self.variables, self.weight_decay = list(variables), weight_decay
-        self.slots = {name: [_zeros_like(v, name) for v in self.variables] for name in ("mean", "square")}
+        self.slots = {name: [make_slot(v, name) for v in self.variables] for name in ("mean", "square")}
 
     def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
         """Return new values of one variable and its two averages; `step` corrects the bias of the first steps.
@@ -83,7 +83,7 @@ class Muon:
     def __init__(self, variables: Sequence[tf.Variable], momentum: float, total_steps: int, weight_decay: float = 0.0):
         self.variables = list(variables)
         self.momentum, self.total_steps, self.weight_decay = momentum, total_steps, weight_decay
-        self.slots = {"momentum": [_zeros_like(v, "momentum") for v in self.variables]}
+        self.slots = {"momentum": [make_slot(v, "momentum") for v in self.variables]}
 
     def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
         variable, buffer = self.variables[index], self.slots["momentum"][index]
@@ -98,8 +98,7 @@ class Muon:
 
 
 # An update rule has `variables`, and `slots` by name: a list with one slot for each variable, or an empty list.
-# `compute_update` returns the new values of one variable and of its slots. Call it on the variable's device; `step`
-# counts from 0.
+# `compute_update` returns new values of one variable and its slots, computed on its device; `step` counts from 0.
 UpdateRule = Momentum | AdamW | Muon
 
 
@@ -120,24 +119,14 @@ def orthogonalize(kernel: tf.Tensor) -> tf.Tensor:
     return tf.reshape(tf.transpose(x) if tall else x, kernel.shape)
 
 
-class RoleSchedule(NamedTuple):
-    """The learning rate of a role: `peak_rate` times a factor of the step, until the role is frozen."""
-
-    peak_rate: float
-    factor: Callable[[int], float]
-    frozen_from_step: float = math.inf  # from here on no gradients are taken and nothing is updated
-
-    def learning_rate(self, step: int) -> float:
-        """Return the rate of the update from `step` to `step + 1`."""
-        return self.peak_rate * self.factor(step)
-
-
 class ParamGroup(NamedTuple):
-    """Variables that share an update rule and a learning rate."""
+    """Variables that share an update rule and a learning rate: `peak_rate` times a factor of the step."""
 
     name: str
     rule: UpdateRule
-    schedule: RoleSchedule
+    peak_rate: float
+    factor: Callable[[int], float]
+    frozen_from_step: float = math.inf  # from here on no gradients are taken and nothing is updated
 
 
 class Optimizer:
@@ -148,8 +137,8 @@ class Optimizer:
 
     def learning_rates(self, step: int) -> dict[str, float]:
         """Return the learning rate of each active group in the update from `step` to `step + 1`."""
-        active = [group for group in self.groups if step < group.schedule.frozen_from_step]
-        return {group.name: group.schedule.learning_rate(step) for group in active}
+        active = [group for group in self.groups if step < group.frozen_from_step]
+        return {group.name: group.peak_rate * group.factor(step) for group in active}
 
     def active_variables(self, group_names: Container[str]) -> list[tf.Variable]:
         return [variable for group in self.groups if group.name in group_names for variable in group.rule.variables]
@@ -193,7 +182,7 @@ class Optimizer:
 def make_optimizer(
     name: str,
     model: keras.Model,
-    schedules: Mapping[str, RoleSchedule],
+    schedules: Mapping[str, tuple],
     *,
     learning_rate: float,
     weight_decay: float,
@@ -203,33 +192,22 @@ def make_optimizer(
     total_steps: int,
     is_speednet: bool = False,
 ) -> Optimizer:
-    """Return an optimizer with one parameter group for each role of `schedules`.
+    """Return an optimizer with a parameter group for each role of `schedules`, which `build.role_schedules` returns.
 
-    `weight_decay` is relative to `learning_rate`. A role with another peak rate gets weight_decay x learning_rate /
-    peak_rate, so that all weights of one update rule decay by the same fraction per step. Muon's rescaling depends on
-    the run's `total_steps`.
-
-    Raises:
-      ValueError: there is no such optimizer, or variables have a role without a schedule.
+    `weight_decay` is that at `learning_rate`. A role with another peak rate gets weight_decay x learning_rate /
+    peak_rate, so that all weights of one update rule decay by the same fraction per step.
     """
     sgd = functools.partial(Momentum, momentum=momentum, nesterov=nesterov)
     muon = functools.partial(Muon, momentum=muon_momentum, total_steps=total_steps)
     # optimizer -> (rule of convolution kernels, rule of all other variables)
     rules: dict[str, tuple[Callable[..., UpdateRule], Callable[..., UpdateRule]]]
     rules = {"momentum": (sgd, sgd), "muon": (muon, sgd), "adamw": (AdamW, AdamW)}
-    if name not in rules:
-        raise ValueError(f"optimizer={name} is not one of {', '.join(rules)}")
     of_kernels, of_others = rules[name]
-    variables = split_by_role(model, is_speednet)
-    if unscheduled := [role for role, found in variables.items() if found and role not in schedules]:
-        raise ValueError(
-            f"variables of the roles {', '.join(unscheduled)} have no learning rate, and would not be trained"
-        )
-    groups = []
-    for role, schedule in schedules.items():
-        decay = weight_decay * learning_rate / schedule.peak_rate if schedule.peak_rate else 0.0
+    variables, groups = split_by_role(model, is_speednet), []
+    for role, (peak_rate, *factor) in schedules.items():
+        decay = weight_decay * learning_rate / peak_rate if peak_rate else 0.0
         make_rule = of_kernels if role == "kernels" else of_others
-        groups.append(ParamGroup(role, make_rule(variables[role], weight_decay=decay), schedule))
+        groups.append(ParamGroup(role, make_rule(variables[role], weight_decay=decay), peak_rate, *factor))
     return Optimizer(groups)
 
 
@@ -257,12 +235,13 @@ def split_by_role(model: keras.Model, is_speednet: bool = False) -> dict[str, li
     return roles
 
 
-def _zeros_like(variable: tf.Variable, name: str) -> tf.Variable:
-    return make_slot(variable, name, tf.zeros(variable.shape, variable.dtype))
+def make_slot(variable: tf.Variable, name: str, value: tf.Tensor | None = None) -> tf.Variable:
+    """Return a new variable on the device of another variable and named after it, as `conv1/kernel/momentum`.
 
-
-def make_slot(variable: tf.Variable, name: str, value: tf.Tensor) -> tf.Variable:
-    """Return a new variable on the device of another variable and named after it, as `conv1/kernel/momentum`."""
+    Args:
+      value: the initial value; default: zeros.
+    """
+    value = tf.zeros(variable.shape, variable.dtype) if value is None else value
     with tf.name_scope(""), pin_to_device(variable.device):  # the variable's name includes its scopes already
         return tf.Variable(value, trainable=False, name=f"{variable_name(variable)}/{name}")
 

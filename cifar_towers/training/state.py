@@ -21,7 +21,7 @@ class UpdateResult(NamedTuple):
 
     updated: tf.Tensor  # bool: the variables were updated; otherwise the step was skipped
     nonfinite_index: tf.Tensor  # index in `TrainState.update_names` of the first non-finite new value, or -1
-    gradient_norm: tf.Tensor  # of the mean gradient, before weight decay; for `NoiseScale`
+    gradient_norm: tf.Tensor  # of the mean gradient, before weight decay
     smoothed_losses: dict[str, tf.Tensor]
 
 
@@ -65,10 +65,7 @@ class TrainState:
         return [tf.convert_to_tensor(v) for v in self.weights], [tf.convert_to_tensor(v) for v in self.non_trainable]
 
     def with_layer_seeds(self, non_trainable: list[tf.Tensor], draws: RandomDraws) -> list[tf.Tensor]:
-        """Return the non-trainable values for a part of the batch, seeded by the run and the part's first example.
-
-        The seeds do not repeat within two million examples. A step that is repeated has the same seeds.
-        """
+        """Return the non-trainable values for a part of the batch, seeded by the run and the part's first example."""
         count = draws.example_index[0] * MAX_DRAWS
         return [
             tf.stack([value[0], tf.cast(count, value.dtype)]) if seed else value
@@ -85,9 +82,8 @@ class TrainState:
     ) -> UpdateResult:
         """Update the variables, then the averages, then the step counter.
 
-        A step is skipped unless the towers' results and all new values are finite. It then changes no weight, slot,
-        non-trainable variable or average. Only the step counter advances. With lookahead, the last step of the schedule
-        sets the weights to the slow weights even if it is skipped.
+        If the towers' results or a new value are not finite, the step is skipped: only the step counter changes. With
+        lookahead, the last step of the schedule sets the weights to the slow weights even if it is skipped.
 
         Args:
           gradients: N x (mean gradient, variable).
@@ -100,7 +96,10 @@ class TrainState:
         )  # of sparse gradients, TensorFlow would take the norm of rows that are to be added
         with tf.name_scope("apply"):
             updates = self._compute_updates(gradients, non_trainable, learning_rates)
-            nonfinite_index = self._first_nonfinite(updates)
+            new_values = {id(variable): value for variable, value in updates}
+            nonfinite_index = first_nonfinite_index(
+                [new_values.get(id(v)) for v in self._updated], [v.device for v in self._updated]
+            )
             with tf.device(self.step.device):
                 updated = tf.logical_and(finite, nonfinite_index < 0)
             for variable, value in updates:
@@ -112,12 +111,7 @@ class TrainState:
             self.lookahead.update(steps_done, updated)
             self.ema.update(steps_done, updated)
         self.step.assign_add(1)
-        return UpdateResult(
-            updated=updated,
-            nonfinite_index=nonfinite_index,
-            gradient_norm=gradient_norm,
-            smoothed_losses=self.loss_averages.update(losses, updated),
-        )
+        return UpdateResult(updated, nonfinite_index, gradient_norm, self.loss_averages.update(losses, updated))
 
     def _compute_updates(
         self, gradients: list[tuple], non_trainable: Sequence[tf.Tensor | None], learning_rates: Mapping
@@ -132,16 +126,8 @@ class TrainState:
         pairs = zip(self.non_trainable, non_trainable, strict=True)
         return updates + [(variable, value) for variable, value in pairs if value is not None]
 
-    def _first_nonfinite(self, updates: Updates) -> tf.Tensor:
-        """Return the index in `update_names` of the first non-finite new value, or -1."""
-        new_values = {id(variable): value for variable, value in updates}
-        return first_nonfinite_index([new_values.get(id(v)) for v in self._updated], [v.device for v in self._updated])
-
     def evaluation_weights(self) -> dict[str, tuple[list, list]]:
-        """Return the sets of weights to evaluate, by name: `raw`, and `ema` if an average is kept.
-
-        Each set is (weights, non-trainable values). The run reports the score of the last set.
-        """
+        """Return (weights, non-trainable values) to evaluate, by name: `raw`, and then `ema` if an average is kept."""
         sets = {"raw": (self.weights, self.non_trainable)}
         if self.ema.averages:
             sets["ema"] = self.ema.averages[: len(self.weights)], self.ema.averages[len(self.weights) :]

@@ -1,7 +1,7 @@
-"""One training step: split, run, average, apply, report."""
+"""One training step: split, run, average, apply, report; and the calls of the step in a run."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -20,8 +20,34 @@ from cifar_towers.towers.gradients import average_tensors, weighted_sum
 from cifar_towers.towers.keras_parallel import to_scalar
 from cifar_towers.towers.pipeline import Stage, staged_call
 from cifar_towers.towers.placement import HOST
-from cifar_towers.training.results import PROXY, HardExamples, StepMetrics, without_gradients
+from cifar_towers.training.optimizers import Optimizer
 from cifar_towers.training.state import TrainState, UpdateResult, first_nonfinite_index
+
+PROXY = "proxy"  # prefix of the proxy's variables, operations and metrics; see `select_hard_examples`
+
+
+class StepMetrics(NamedTuple):
+    """The numbers of one step, float32 unless noted: the final tower's losses by term, all else over all towers.
+
+    They are tensors in the graph and NumPy arrays in a `FinishedStep`.
+    """
+
+    loss: Any  # mean cross entropy
+    accuracy: Any  # of the training batch, as augmented
+    gradient_norm: Any  # of the mean gradient over all variables, before weight decay
+    tower_losses: Any  # [K] total loss
+    losses: dict[str, Any]  # by term
+    smoothed_losses: dict[str, Any]  # moving averages by term
+    updated: Any  # bool: the variables were updated; otherwise the step was skipped
+    nonfinite_towers: Any  # [K] int32: index of each tower's first non-finite value, as in `TowerResult`, or -1
+    nonfinite_update: Any  # int32: index in `TrainState.update_names` of the first non-finite new value, or -1
+    gradients: Any = ()  # N mean gradients, None for a variable without one
+    tower_gradients: Any = ()  # for each tower of this process, its N gradients
+    stop_signal: Any = None  # of several processes: the largest signal number that any of them passed in
+    example_losses: Any = None  # [B], if the step was made with an `example_loss`
+    hard_examples: Any = None  # ascending indices into the batch, if only these examples were trained on
+    proxy: "StepMetrics | None" = None  # of the proxy's step on the whole batch, which chose them
+
 
 Update = Callable[..., StepMetrics]  # (batch, learning_rates, image_size=0) -> metrics
 
@@ -50,11 +76,9 @@ def make_update(
 ) -> Update:
     """Return the function of one step on `state`: (batch, learning_rates, image_size=0) -> metrics.
 
-    As a `tf.function` it is traced once for each set of active parameter groups and each image size.
-
-    Args of the returned function:
-      learning_rates: by active parameter group; no gradients are taken for the other groups.
-      image_size: a Python number of pixels that images are downsampled to; 0 leaves them as they are.
+    Its `learning_rates` are by active parameter group; no gradients are taken for the other groups. Its `image_size` is
+    a Python number of pixels that images are downsampled to; 0 leaves them as they are. As a `tf.function` it is traced
+    once for each set of active parameter groups and each image size.
 
     Args:
       micro_batches: number of parts that each tower takes its shard in.
@@ -89,10 +113,7 @@ def make_tower_fn(
     stages: Sequence[Stage] = (),
     example_loss: Callable | None = None,
 ) -> Callable[..., TowerResult]:
-    """Return the function (tower, shard, active_groups, image_size=0) of every tower.
-
-    The function takes the gradients of the parameter groups in `active_groups`. It only reads variables.
-    """
+    """Return the function (tower, shard, active_groups, image_size=0) of every tower. It only reads variables."""
     forward = staged_call(stages, state.model) if stages else training_call(state.model)
 
     def tower_fn(tower: Tower, shard: Batch, active_groups: Collection[str], image_size: int = 0) -> TowerResult:
@@ -132,10 +153,7 @@ def make_tower_fn(
 
 
 def training_call(model: keras.Model) -> Callable:
-    """Return a training call of the model, with the losses that the model adds.
-
-    The call is (weights, non_trainable, images) -> (logits, new non-trainable values, *losses).
-    """
+    """Return a call in training: (weights, non_trainable, images) -> (logits, new non-trainable values, *losses)."""
     trainable, frozen = model.trainable_variables, model.non_trainable_variables
 
     def call(weights, non_trainable, images):
@@ -153,10 +171,7 @@ def training_call(model: keras.Model) -> Callable:
 def _combine_micro_batches(
     results: Sequence[TowerResult], weights: Sequence[tf.Variable], device: str, pipelined: bool
 ) -> TowerResult:
-    """Combine the results of a tower's micro-batches on `device`.
-
-    With stages, gradients are averaged beside the variables. Otherwise the last result has their sum.
-    """
+    """Combine the results of a tower's micro-batches. Unless `pipelined`, the last result has the gradients' sums."""
     losses = {term: average_tensors([r.losses[term] for r in results]) for term in results[0].losses}
     parts = [r.gradients for r in results]
     if not pipelined and len(parts) > 1:
@@ -186,8 +201,7 @@ def reduce_batch_stats(
 ) -> list[tf.Tensor | None]:
     """Reduce K lists of new values for the same S non-trainable variables to one list; None where none changed.
 
-    A float value becomes the mean. An integer value becomes the final tower's. If `devices` are given, mean i is
-    computed on `devices[i]`.
+    A float value becomes the mean, on its own of S `devices`. An integer value becomes the final tower's.
     """
     reduced = []
     with tf.name_scope("average_statistics"):
@@ -235,11 +249,9 @@ def _concat_example_losses(results: Sequence[TowerResult]) -> tf.Tensor | None:
 def select_hard_examples(update: Update, proxy_update: Update, count: int) -> Update:
     """Return an update on the `count` hardest examples of each batch: those with the highest losses by the proxy.
 
-    The proxy is a small net that trains on the whole batch, on the same towers, before each step of the large net. K
-    towers select the same examples as one tower does, except where losses are nearly equal, and except for batch norm,
-    which sees one tower's share. Of equal losses the first counts as the highest. Both nets get the same learning
-    rates, so a parameter group of the proxy that the large net lacks is frozen. `make_update` makes both updates, that
-    of the proxy with an `example_loss`.
+    The proxy is a small net that trains on the whole batch, on the same towers, before each step of the large net. Both
+    nets get the same learning rates, so a parameter group of the proxy that the large net lacks is frozen.
+    `make_update` makes both updates, that of the proxy with an `example_loss`.
 
     Source: K. Jordan's CIFAR-10 records of 2024 (airbench96). There a separate run of the proxy selects the harder half
     of every batch first, and the proxy is updated at every fourth batch only.
@@ -252,12 +264,91 @@ def select_hard_examples(update: Update, proxy_update: Update, count: int) -> Up
             rows = tf.sort(tf.math.top_k(proxy.example_losses, count, sorted=False).indices)
             selected = gather_rows(batch, rows)
         metrics = update(selected, learning_rates, image_size)
-        return metrics._replace(
-            hard_examples=HardExamples(rows, without_gradients(proxy._replace(example_losses=None)))
-        )
+        return metrics._replace(hard_examples=rows, proxy=without_gradients(proxy._replace(example_losses=None)))
 
     return update_both
 
 
 def gather_rows(batch: Batch, rows: tf.Tensor) -> Batch:
     return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), batch)
+
+
+# Calls of the step in a run -------------------------------------------------------------------------------------------
+
+
+class FinishedStep(NamedTuple):
+    """A step that has run, its inputs and its metrics."""
+
+    step: int  # number of finished steps, this one included
+    batch: Batch
+    learning_rates: dict[str, float]  # by parameter group; without the groups that are frozen
+    image_size: int  # pixels
+    metrics: StepMetrics  # NumPy values; tensors until `StepRunner` has read them
+
+
+class StepRunner:
+    """Runs steps. The metrics of a step are read after the next step has started, so that a GPU is never idle.
+
+    Args:
+      train_step: the step as `build.make_training` returns it.
+      image_size_at: function (step) -> image size in pixels.
+    """
+
+    def __init__(self, train_step: Any, optimizer: Optimizer, image_size_at: Callable[[int], int]):
+        self.train_step, self.optimizer, self.image_size_at = train_step, optimizer, image_size_at
+        self.traced: set[tuple] = set()  # kinds of steps that have run; see `_kind`
+        self._unread: list[FinishedStep] = []  # the last step, its metrics still tensors
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether all steps that were started have been returned."""
+        return not self._unread
+
+    def needs_compilation(self, step: int) -> bool:
+        """Return whether no step of this kind has run."""
+        return self._kind(step) not in self.traced
+
+    def trace(self, step: int, batch: Batch, stop_signal: int | None) -> tf.types.experimental.ConcreteFunction:
+        """Trace and compile a step without running it. The arguments are those of `start`."""
+        return self.train_step.get_concrete_function(**self._arguments(step, batch, stop_signal))
+
+    def start(self, step: int, batch: Batch, stop_signal: int | None, keep_gradients: bool) -> list[FinishedStep]:
+        """Start step number `step + 1`; return the step before it, if it was not returned.
+
+        Args:
+          stop_signal: in a cluster, the number of the signal that this process has received, or 0; otherwise None.
+        """
+        metrics = self.train_step(**self._arguments(step, batch, stop_signal))
+        self.traced.add(self._kind(step))
+        metrics = metrics if keep_gradients else without_gradients(metrics)
+        rates = self.optimizer.learning_rates(step)
+        return self._read([FinishedStep(step + 1, batch, rates, self.image_size_at(step), metrics)])
+
+    def finish(self) -> list[FinishedStep]:
+        """Wait for the step that was started last, and return it, unless it has been returned."""
+        return self._read([])
+
+    def _read(self, started: list[FinishedStep]) -> list[FinishedStep]:
+        finished, self._unread = self._unread, started
+        return [each._replace(metrics=to_numpy(each.metrics)) for each in finished]
+
+    def _kind(self, step: int) -> tuple:
+        """Return what a step is traced for: its image size and its active parameter groups."""
+        return (self.image_size_at(step), *self.optimizer.learning_rates(step))
+
+    def _arguments(self, step: int, batch: Batch, stop_signal: int | None) -> dict[str, Any]:
+        rates = self.optimizer.learning_rates(step)
+        with tf.device(HOST):
+            tensors = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
+            signal = {} if stop_signal is None else {"stop_signal": tf.constant(stop_signal, tf.float32)}
+        return {"batch": batch, "learning_rates": tensors, "image_size": self.image_size_at(step), **signal}
+
+
+def without_gradients(metrics: StepMetrics) -> StepMetrics:
+    """Return the metrics without their gradients, which take the memory of several models."""
+    return metrics._replace(gradients=(), tower_gradients=())
+
+
+def to_numpy(values: Any) -> Any:
+    """Return the same structure with NumPy arrays for tensors; None stays None."""
+    return tf.nest.map_structure(lambda value: None if value is None else value.numpy(), values)

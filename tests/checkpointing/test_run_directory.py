@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -92,7 +93,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(config, caplog, monkeypatch):
 
 
 def test_a_file_system_that_cannot_sync_a_directory_saves(config, monkeypatch):
-    monkeypatch.setattr(files, "sync", Mock(side_effect=OSError(22, "Invalid argument")))
+    monkeypatch.setattr(os, "open", Mock(side_effect=OSError(22, "Invalid argument")))
     with open_run(config) as run:
         assert run.save(1, VALUES, {})
 
@@ -132,7 +133,6 @@ def test_a_run_with_only_damaged_checkpoints_is_refused(config):
     [
         (lambda path: path.write_text(""), "train_dir=.*run cannot be written: File exists"),
         (lambda path: (path / "photos").mkdir(parents=True), "train_dir=.*run holds photos, which is of no run"),
-        (lambda path: (path / "checkpoints/step-00000001").mkdir(parents=True), "run of an earlier format"),
         (lambda path: (path.mkdir(), (path / "result.json").write_text("{}")), "holds the result of a run, and no"),
     ],
 )

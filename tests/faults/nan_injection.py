@@ -11,7 +11,7 @@ import tensorflow as tf
 from cifar_towers.checkpointing.checkpoint import first_nonfinite, list_checkpoints, read_checkpoint
 from cifar_towers.data.batches import Batches
 from cifar_towers.training import step as training_step
-from cifar_towers.training.health import MAX_SKIPPED_STEPS
+from cifar_towers.training.diagnostics import MAX_SKIPPED_STEPS
 from tests.faults import hooks, runs
 from tests.faults.harness import Experiment, Trial, check
 from tests.faults.subjects import OURS

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from cifar_towers import devices
+from cifar_towers import hardware
 from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EvaluateConfig, PredictConfig, TrainedRunConfig
@@ -183,10 +183,7 @@ def test_evaluation_names_the_class_that_errors_go_to(run):
 
 
 def test_precision_of_a_run_in_float32_is_float32_also_where_bfloat16_is_faster(run, tmp_path, monkeypatch):
-    def resolve(setting, device):
-        return setting.replace("auto", "bfloat16"), ""
-
-    monkeypatch.setattr(devices, "resolve_precision", resolve)
+    monkeypatch.setattr(hardware, "processor_features", lambda: {"amx_bf16"})
     assert evaluate_as_json(run, precision="auto") == own_record(run)
     other = evaluate_as_json(run, precision="bfloat16")
     assert other["precision"] == "bfloat16" and other["loss"] != own_record(run)["loss"]

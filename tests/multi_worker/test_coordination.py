@@ -1,6 +1,7 @@
 """Exchange, start and end of workers. What other workers cause is in test_workers.py, with real processes."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import RunError, UsageError, WorkerLostError
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import ALONE, Workers
-from cifar_towers.trainer import shared_values
 from cifar_towers.training.distributed_step import make_strategy
 
 FROM_TASK = "from remote target /job:worker/replica:0/task:{}"
@@ -98,6 +98,11 @@ TWO = dataclasses.replace(CLUSTER, addresses=CLUSTER.addresses[:2])
 DATA = Dataset("mine", *(synthetic.make(10, 0, stream) for stream in range(3)))
 
 
+def shared_values(dataset=DATA, **settings):
+    setup = SimpleNamespace(config=TrainConfig(**settings), dataset=dataset, precision="float32", local_towers=[0, 1])
+    return trainer.shared_values(setup)
+
+
 def check_refused(values, of_other_worker, named):
     workers = dataclasses.replace(TWO, gather=lambda _: [values, of_other_worker])
     with pytest.raises(UsageError, match=rf"worker 1 of 2 \(b:1\) has {named}"):
@@ -108,14 +113,13 @@ def check_refused(values, of_other_worker, named):
 def test_workers_with_other_images_are_refused(split):
     """With other validation images the workers would disagree on the accuracy, and on when to stop."""
     values, other = (
-        shared_values(TrainConfig(), dataset, "float32", 2)
-        for dataset in (DATA, DATA._replace(**{split: synthetic.make(10, 0, 3)}))
+        shared_values(dataset=dataset) for dataset in (DATA, DATA._replace(**{split: synthetic.make(10, 0, 3)}))
     )
     check_refused(values, other, f"{split} images, as sha256, ")
 
 
 def test_other_versions_and_other_code_of_a_worker_are_refused(monkeypatch, tmp_path):
-    values = shared_values(TrainConfig(), DATA, "float32", 2)
+    values = shared_values()
     (tmp_path / "step.py").write_text("")
     for owner, attribute, value, named in (
         (trainer.tf, "__version__", "2.20.0", "TensorFlow 2.20.0, worker 0 has 2."),
@@ -123,10 +127,10 @@ def test_other_versions_and_other_code_of_a_worker_are_refused(monkeypatch, tmp_
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, attribute, value)
-            other = shared_values(TrainConfig(), DATA, "float32", 2)
+            other = shared_values()
         check_refused(values, other, named)
     mine = []
     for number in (1, 2):
         (tmp_path / "mine.py").write_text(f"def loss(labels, logits):\n    return {number}\n")
-        mine.append(shared_values(TrainConfig(loss=f"{tmp_path}/mine.py:loss"), DATA, "float32", 2))
+        mine.append(shared_values(loss=f"{tmp_path}/mine.py:loss"))
     check_refused(*mine, "a file of loss, as sha256, ")

@@ -11,6 +11,7 @@ from PIL import Image
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import CIFAR10, Dataset, DatasetInfo, Split
 from cifar_towers.evaluation.score import Evaluation, Score
+from cifar_towers.multi_worker.cluster_spec import ALONE
 from cifar_towers.reporting import figures, run_logger
 from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.run_logger import Callbacks, RunLogger, memory_usage
@@ -20,26 +21,37 @@ from tests.runs.short_runs import draw_nothing, events_of, tensors_of
 ROOT = Path(__file__).parents[2]
 
 
-def logger_of(directory, num_classes=3, num_images=50):
+def logger_of(directory, num_classes=3, num_images=50, profile_steps=""):
     """Return the logger of a run of one step, and its test set."""
     names = tuple(f"class {index}" for index in range(num_classes))
     rng = np.random.default_rng(0)
     split = Split(rng.integers(0, 256, (num_images, 8, 8, 3), np.uint8), np.arange(num_images) % num_classes)
     config = SimpleNamespace(
         **{"directory": directory, "batch_size": 500, "name": "small", "seed": 0, "model": "net"},
-        **{"hard_example_pool": 0, "tta": 0, "learning_rate_schedule": "linear:0=1", "epochs": 1, "max_steps": 1},
+        **{
+            "micro_batches": 1,
+            "strategy": "towers",
+            "hard_example_pool": 0,
+            "tta": 0,
+            "learning_rate_schedule": "linear:0=1",
+            "epochs": 1,
+            "max_steps": 1,
+        },
+        profile_steps=profile_steps,
     )
-    info = SimpleNamespace(
+    setup = SimpleNamespace(
         config=config,
         dataset=SimpleNamespace(name="mine", train=split, info=DatasetInfo(names)),
         banner="",
-        local_towers=[Tower(0, "/CPU:0")],
         precision="float32",
+        workers=ALONE,
         length=RunLength(1, 1, 1),
-        model=keras.Sequential([keras.Input([2]), keras.layers.BatchNormalization()]),
-        describe_parallelism=lambda: "1 tower",
+        timer=PhaseTimer(),
+        local_towers=[Tower(0, "/CPU:0")],
+        step_towers=[Tower(0, "/CPU:0")],
     )
-    return RunLogger(info, PhaseTimer(), Callbacks()), split
+    model = keras.Sequential([keras.Input([2]), keras.layers.BatchNormalization()])
+    return RunLogger(setup, model, {}, Callbacks()), split
 
 
 def evaluate(split, num_classes, *kinds):
@@ -132,19 +144,12 @@ def test_environment_of_a_run():
     images = keras.Input((4, 4, 3))
     with tf.device("/CPU:0"):
         model = keras.Model(images, keras.layers.Dense(10, name="head")(keras.layers.Flatten()(images)))
-    head = {f"model.head.{v.name}": v.value for v in model.trainable_variables}
     some = blank_split(2)
-    run = SimpleNamespace(
-        towers=[Tower(0, "/CPU:0")],
-        variables=head,
-        dataset=Dataset("mine", some, blank_split(0), some),
-        banner="FAKE",
-        precision="float32",
-    )
-    content = run_logger.describe_run(run)
-    assert content["synthetic_data"] == "FAKE"
+    setup = SimpleNamespace(dataset=Dataset("mine", some, blank_split(0), some), banner="FAKE", precision="float32")
+    setup.step_towers = [Tower(0, "/CPU:0")]
+    content = run_logger.describe_run(setup, {f"model.head.{v.name}": v.value for v in model.trainable_variables})
     assert content["packages"]["tensorflow"].startswith("2.") and content["processor"]
-    assert content["towers"] == [{"name": "tower_0", "device": "/CPU:0"}]
+    assert content["towers"] == [{"name": "tower_0", "device": "/CPU:0"}] and content["synthetic_data"] == "FAKE"
     assert content["data_sha256"] == {"train": some.digest, "test": some.digest} and len(content["class_names"]) == 10
     assert content["variables"] == [
         {"name": "model.head.kernel", "shape": [48, 10], "bytes": 1920, "device": "/CPU:0"},
@@ -157,3 +162,28 @@ def test_memory_of_host_and_gpus(monkeypatch):
     monkeypatch.setattr(tf.config.experimental, "get_memory_info", lambda gpu: {"current": 5e9, "peak": 6e9})
     values = memory_usage([Tower(0, "/CPU:0"), Tower(1, "/GPU:0")])
     assert values.pop("memory/host_mb") > 100 and values == {"memory/GPU:0_mb": 6000}
+
+
+def run_steps(logger, steps):
+    logger.length = RunLength(1, steps.stop, steps.stop)
+    logger.profile(steps.start)
+    for step in steps:
+        tf.linalg.inv(tf.random.uniform([3, 3]))
+        logger.profile(step + 1)
+    logger.close()
+
+
+@pytest.mark.parametrize(("steps", "num_traces"), [(range(8), 1), (range(4), 1), (range(2), 0), (range(3, 8), 0)])
+def test_trace_of_the_steps_that_are_profiled(tmp_path, steps, num_traces):
+    run_steps(logger_of(tmp_path, profile_steps="2:5")[0], steps)
+    traces = list(tmp_path.glob("train/plugins/profile/*/*.xplane.pb"))
+    assert len(traces) == num_traces and all(b"MatrixInverse" in trace.read_bytes() for trace in traces)
+
+
+def test_profile_that_cannot_be_written_is_one_warning(tmp_path, caplog):
+    (tmp_path / "train").write_text("in the way")
+    run_steps(logger_of(tmp_path, profile_steps="0:2")[0], range(4))
+    assert len(caplog.records) == 1 and "training continues without it" in caplog.text
+    (tmp_path / "train").unlink()
+    run_steps(logger_of(tmp_path, profile_steps="0:2")[0], range(4))  # the profiler is free
+    assert list(tmp_path.glob("train/plugins/profile/*/*.xplane.pb"))

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from cifar_towers import devices, trainer
+from cifar_towers import trainer
 from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.cli import main
 from cifar_towers.cli.main import train_seeds
@@ -18,6 +18,7 @@ from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.errors import DivergedError, Interrupted, UsageError
 from cifar_towers.inference import evaluate
 from cifar_towers.inference.run import Run
+from cifar_towers.training.build import setup_devices
 from tests.messages import lines_with
 from tests.runs.short_runs import QUICK, STEPS, TINY, StopAtStep, records_of, run
 
@@ -116,7 +117,7 @@ def test_test_split_is_evaluated_only_at_the_end(tmp_path):
 
 def test_indivisible_batch_uses_fewer_towers(caplog):
     caplog.set_level("INFO")
-    assert len(devices.setup_devices(replace(TINY, num_gpus=0, batch_size=51)).towers) == 1
+    assert len(setup_devices(replace(TINY, num_gpus=0, batch_size=51))[1]) == 1
     assert lines_with(caplog.text, "1 of 2 towers", "batch_size=51", "50 and 52")
 
 

@@ -4,7 +4,7 @@ import tensorflow as tf
 
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.training import build
-from cifar_towers.training.results import to_numpy
+from cifar_towers.training.step import to_numpy
 
 
 class Run:
@@ -14,7 +14,8 @@ class Run:
         self.config, self.towers = config, towers
         self.batches = build.make_batches(config, examples)
         length = RunLength(self.batches.steps_per_epoch, 100, 100)
-        self.state, self.train_step, self.step_towers = build.make_training(config, towers, precision, examples, length)
+        self.state, self.train_step = build.make_training(config, towers, precision, examples, length)
+        self.step_towers = towers[: config.num_towers(len(towers))]
 
     def rates(self, step=0, rate=None):
         """Return the recipe's learning rates of a step, or `rate` for all groups that are active in it."""

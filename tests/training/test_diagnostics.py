@@ -9,7 +9,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.towers import split_batch
 from cifar_towers.training import build, diagnostics
-from cifar_towers.training.step_runner import FinishedStep
+from cifar_towers.training.step import FinishedStep
 from tests.training.runs import Run
 
 SETTINGS = {"model": "cifarnet", "crop": 24, "shift": 0, "standardize": "image", "batch_size": 24, "learning_rate": 0.1}

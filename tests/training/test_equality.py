@@ -21,7 +21,7 @@ from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
 from cifar_towers.towers.placement import PLACEMENTS
 from cifar_towers.training import build
 from cifar_towers.training.distributed_step import make_mirrored_step, make_strategy
-from cifar_towers.training.optimizers import Momentum, Optimizer, ParamGroup, RoleSchedule
+from cifar_towers.training.optimizers import Momentum, Optimizer, ParamGroup
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import make_update
 
@@ -64,7 +64,7 @@ def after_steps(state, step, batches):
 def make_state(synchronized=False):
     model = small_net(synchronized)
     rule = Momentum([v.value for v in model.trainable_variables], MOMENTUM)
-    optimizer = Optimizer([ParamGroup("all", rule, RoleSchedule(RATE, lambda step: 1.0))])
+    optimizer = Optimizer([ParamGroup("all", rule, RATE, lambda step: 1.0)])
     return TrainState(model, optimizer, ["cross_entropy", "total_loss"], STEPS)
 
 
@@ -170,7 +170,7 @@ def test_stages_hold_their_variables_for_every_image_size(towers):
     """A net that leaves the size open is cut for the run's images, where its variables live as where it computes."""
     config = TrainConfig(model="speednet94", strategy="stages", num_gpus=4, image_size=64, batch_size=8)
     data = sources.load(sources.find("synthetic"), image_size=64)
-    state, _, _ = build.make_training(config, towers(4), "float32", data.train, RunLength(1, 1, 1))
+    state, _ = build.make_training(config, towers(4), "float32", data.train, RunLength(1, 1, 1))
     stages = cut_in_stages(state.model, [tower.device for tower in towers(4)], open_size=64)
     for stage in stages:
         assert {variable.value.device[-5:] for variable in stage.model.variables} == {stage.device[-5:]}

@@ -40,12 +40,12 @@ def test_training_uses_the_examples_with_the_highest_proxy_losses(towers, exampl
         batch = both.batches.at(number)
         by_hand = losses(small, batch, count * micro_batches)
         metrics = both.step(number)
-        assert set(metrics.hard_examples.rows) == set(np.argsort(by_hand)[-16:])
-        assert (np.diff(metrics.hard_examples.rows) > 0).all()
-        assert metrics.updated and metrics.hard_examples.proxy.updated
+        assert set(metrics.hard_examples) == set(np.argsort(by_hand)[-16:])
+        assert (np.diff(metrics.hard_examples) > 0).all()
+        assert metrics.updated and metrics.proxy.updated
         results = small.step(number, batch, both.rates(number))  # so that its whitening rests
-        assert results.loss == pytest.approx(metrics.hard_examples.proxy.loss, rel=1e-5)
-        results = alone.step(number, gather_rows(batch, metrics.hard_examples.rows))
+        assert results.loss == pytest.approx(metrics.proxy.loss, rel=1e-5)
+        results = alone.step(number, gather_rows(batch, metrics.hard_examples))
         assert results.accuracy == metrics.accuracy and results.loss == pytest.approx(metrics.loss, rel=1e-5)
     assert_same(both.values("proxy."), small.values())
     assert_same({n: v for n, v in both.values().items() if not n.startswith("proxy.")}, alone.values())
@@ -69,7 +69,7 @@ def test_two_towers_select_the_examples_one_selects(towers, examples):
     one, two = (Run(towers(count), examples, config) for count in (1, 2))
     for number in range(STEPS):
         results = [run.step(number) for run in (one, two)]
-        np.testing.assert_array_equal(*(metrics.hard_examples.rows for metrics in results))
+        np.testing.assert_array_equal(*(metrics.hard_examples for metrics in results))
         assert results[0].loss == pytest.approx(results[1].loss, rel=1e-4)
 
 
@@ -79,7 +79,7 @@ def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples):
     kernel.assign(tf.fill(kernel.shape, np.inf))
     before = run.values()
     metrics = run.step()
-    assert metrics.updated and not metrics.hard_examples.proxy.updated and (metrics.nonfinite_towers == -1).all()
+    assert metrics.updated and not metrics.proxy.updated and (metrics.nonfinite_towers == -1).all()
     after = run.values()
     moved = {name for name, value in before.items() if not np.array_equal(after[name], value, equal_nan=True)}
     assert {"proxy.step", "step", "model.dense.kernel"} <= moved

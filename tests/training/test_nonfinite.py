@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers.checkpointing.checkpoint import first_nonfinite
-from cifar_towers.training import health, state
+from cifar_towers.training import diagnostics, state
 from tests.configs import TINY_NET, recipe
 from tests.training.runs import Run
 
@@ -32,7 +32,7 @@ def make_step(run, batch=None, rate=0.01):
 
 
 def describe(run, metrics):
-    return health.describe_nonfinite(metrics, run.towers, run.state.weight_names, run.state.update_names)
+    return diagnostics.describe_nonfinite(metrics, run.towers, run.state.weight_names, run.state.update_names)
 
 
 def same(before, after):

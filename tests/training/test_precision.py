@@ -2,8 +2,7 @@
 
 import pytest
 
-from cifar_towers import devices
-from cifar_towers.towers import Tower
+from cifar_towers import hardware
 
 
 @pytest.mark.parametrize(
@@ -18,17 +17,17 @@ from cifar_towers.towers import Tower
     ],
 )
 def test_auto_precision_reads_the_processor(monkeypatch, vendor, features, expected):
-    monkeypatch.setattr(devices, "processor_features", lambda: features)
-    monkeypatch.setattr(devices, "cpuinfo", lambda field: vendor)
-    assert devices.resolve_precision("auto", "/CPU:0")[0] == expected
-    assert devices.resolve_precision("bfloat16", "/CPU:0")[0] == "bfloat16"
+    monkeypatch.setattr(hardware, "processor_features", lambda: features)
+    monkeypatch.setattr(hardware, "cpuinfo", lambda field: vendor)
+    assert hardware.choose_precision("auto", "/CPU:0") == expected
+    assert hardware.choose_precision("bfloat16", "/CPU:0") == "bfloat16"
 
 
 def test_auto_precision_of_a_run_trained_in_float32_is_float32(monkeypatch, caplog):
     caplog.set_level("INFO", "cifar_towers")
-    monkeypatch.setattr(devices, "processor_features", lambda: {"amx_bf16"})
+    monkeypatch.setattr(hardware, "processor_features", lambda: {"amx_bf16"})
     chosen = {
-        (setting, trained_in): devices.choose_precision(setting, [Tower(0, "/CPU:0")], trained_in)
+        (setting, trained_in): hardware.choose_precision(setting, "/CPU:0", trained_in)
         for setting in ("auto", "bfloat16")
         for trained_in in ("float32", "bfloat16", "")
     }
@@ -42,5 +41,5 @@ def test_auto_precision_of_a_run_trained_in_float32_is_float32(monkeypatch, capl
     [([(8, 0)], "bfloat16"), ([(9, 0), (7, 5)], "float32"), ([], "float32")],  # by the weakest
 )
 def test_auto_precision_reads_the_gpus(monkeypatch, capabilities, chosen):
-    monkeypatch.setattr(devices, "gpu_compute_capabilities", lambda: capabilities)
-    assert devices.resolve_precision("auto", "/GPU:0")[0] == chosen
+    monkeypatch.setattr(hardware, "gpu_compute_capabilities", lambda: capabilities)
+    assert hardware.choose_precision("auto", "/GPU:0") == chosen
