@@ -69,24 +69,36 @@ def test_values_and_gradients_equal_tensorflows(monkeypatch, layer, shape, windo
         assert error <= max(1.5 * allowed, rounding * np.abs(true).max())
 
 
-def test_faster_gradient_is_used_only_where_measured(monkeypatch):
-    processor(monkeypatch, "avx2")
-    assert "Conv2DBackpropFilter" not in op_types(tf.bfloat16, 128, "/CPU:1")
-    assert "Conv2DBackpropFilter" not in op_types(tf.float32, 24, "/CPU:1")
-    for arguments in [
-        (tf.float64, 128, "/CPU:1"),
-        (tf.float32, 16, "/CPU:1"),
-        (tf.float32, 24, "/CPU:1", 1, "SAME", 32),
-        (tf.float32, 24, "/GPU:0"),
-        (tf.bfloat16, 64, "/CPU:1"),
-        (tf.bfloat16, 128, "/GPU:0"),
-        (tf.bfloat16, 128, "/CPU:1", 2),
-        (tf.bfloat16, 128, "/CPU:1", 1, "VALID"),
-    ]:
-        assert "Conv2DBackpropFilter" in op_types(*arguments), arguments
-    processor(monkeypatch, "avx2", "avx512f")
-    assert "Conv2DBackpropFilter" in op_types(tf.float32, 128, "/CPU:1")
-    assert "Conv2DBackpropFilter" not in op_types(tf.bfloat16, 128, "/CPU:1")
+CPU, GPU, AVX2, AVX512 = "/CPU:1", "/GPU:0", ("avx2",), ("avx2", "avx512f")
+FORMS = [  # processor, then dtype, channels, device, strides, padding and filters of 3x3 kernels: the form is faster
+    ("products", AVX2, [(tf.bfloat16, 128, CPU), (tf.float32, 24, CPU)]),
+    ("products", AVX512, [(tf.bfloat16, 128, CPU)]),
+    ("winograd", AVX2, [(tf.float32, 64, CPU, 1, "SAME", 128)]),
+    ("winograd", AVX512, [(tf.float32, 128, CPU, 1, "SAME", 128)]),
+]
+OTHERS = [  # ... and it is not
+    ("products", AVX2, [(tf.float64, 128, CPU), (tf.float32, 16, CPU), (tf.float32, 24, CPU, 1, "SAME", 32)]),
+    ("products", AVX2, [(tf.float32, 24, GPU), (tf.bfloat16, 64, CPU), (tf.bfloat16, 128, GPU)]),
+    ("products", AVX2, [(tf.bfloat16, 128, CPU, 2), (tf.bfloat16, 128, CPU, 1, "VALID")]),
+    ("products", AVX512, [(tf.float32, 128, CPU)]),
+    ("winograd", AVX2, [(tf.float32, 64, CPU, 1, "SAME", 64), (tf.float32, 32, CPU, 1, "SAME", 512)]),
+    ("winograd", AVX2, [(tf.float32, 64, CPU, 1, "VALID", 128), (tf.float32, 64, CPU, 2, "SAME", 128)]),
+    ("winograd", AVX2, [(tf.float32, 64, GPU, 1, "SAME", 128), (tf.float32, 256, CPU, 1, [(0, 0)] * 4, 256)]),
+    ("winograd", AVX2, [(tf.bfloat16, 256, CPU, 1, "SAME", 256), (tf.float64, 256, CPU, 1, "SAME", 256)]),
+    ("winograd", (), [(tf.float32, 256, CPU, 1, "SAME", 256)]),
+    ("winograd", AVX512, [(tf.float32, 64, CPU, 1, "SAME", 128)]),
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "features", "convolutions", "faster"),
+    [*((*row, True) for row in FORMS), *((*row, False) for row in OTHERS)],
+)
+def test_forms_are_used_only_where_they_were_measured_to_be_faster(monkeypatch, form, features, convolutions, faster):
+    processor(monkeypatch, *features)
+    replaced = {"products": "Conv2DBackpropFilter", "winograd": "Conv2D"}[form]
+    for arguments in convolutions:
+        assert (replaced not in op_types(*arguments)) == faster, arguments
 
 
 @pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float32])
@@ -130,27 +142,6 @@ def test_winograd_transforms_are_exact(tile):
 def test_winograd_tiles_take_the_fewest_products():
     tiles = {(14, 14): 4, (8, 4): 4, (7, 7): 4, (6, 6): 3, (3, 3): 3, (2, 2): 2, (7, 2): 2, (5, 9): 3}
     assert {size: convolution.winograd_tile(*size) for size in tiles} == tiles
-
-
-def test_winograd_is_used_only_where_measured(monkeypatch):
-    processor(monkeypatch, "avx2")
-    assert "Conv2D" not in op_types(tf.float32, 64, "/CPU:1", 1, "SAME", 128)
-    for arguments in [
-        (tf.float32, 64, "/CPU:1", 1, "SAME", 64),
-        (tf.float32, 32, "/CPU:1", 1, "SAME", 512),
-        (tf.float32, 64, "/CPU:1", 1, "VALID", 128),
-        (tf.float32, 64, "/CPU:1", 2, "SAME", 128),
-        (tf.float32, 64, "/GPU:0", 1, "SAME", 128),
-        (tf.bfloat16, 256, "/CPU:1", 1, "SAME", 256),
-        (tf.float64, 256, "/CPU:1", 1, "SAME", 256),
-        (tf.float32, 256, "/CPU:1", 1, [(0, 0)] * 4, 256),
-    ]:
-        assert "Conv2D" in op_types(*arguments), arguments
-    processor(monkeypatch)
-    assert "Conv2D" in op_types(tf.float32, 256, "/CPU:1", 1, "SAME", 256)
-    processor(monkeypatch, "avx2", "avx512f")
-    assert "Conv2D" in op_types(tf.float32, 64, "/CPU:1", 1, "SAME", 128)
-    assert "Conv2D" not in op_types(tf.float32, 128, "/CPU:1", 1, "SAME", 128)
 
 
 def test_winograd_of_any_number_of_images():
