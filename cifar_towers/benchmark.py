@@ -24,7 +24,6 @@ from matplotlib.figure import Figure
 from cifar_towers import files
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import BenchmarkConfig
-from cifar_towers.config.train_config import split_names
 from cifar_towers.errors import RunError
 from cifar_towers.reporting.records import align_columns, format_rate
 from cifar_towers.signals import StopSignals
@@ -42,7 +41,6 @@ class BenchmarkCase(NamedTuple):
     num_gpus: int
     strategy: str  # towers or mirrored
     variable_placement: str  # empty if every device has a copy of the variables
-    precision: str
 
     def __str__(self) -> str:
         return " ".join(as_flags(self._asdict()))
@@ -93,7 +91,7 @@ def run_benchmark(config: BenchmarkConfig, training_command: Sequence[str]) -> N
 
 
 def make_cases(config: BenchmarkConfig, num_gpus: int) -> list[BenchmarkCase]:
-    """Return every variable placement and `mirrored`, for each number of towers and each precision.
+    """Return every variable placement and `mirrored`, for each number of towers.
 
     By default the numbers of towers are 1, 2, 4 and so on up to all GPUs, or 1 and 2 on a CPU, if they can divide the
     batch evenly. One tower on a CPU has only one placement.
@@ -102,10 +100,10 @@ def make_cases(config: BenchmarkConfig, num_gpus: int) -> list[BenchmarkCase]:
     doubled = sorted({limit, *(2**power for power in range(limit.bit_length()))})
     counts = config.tower_counts or [count for count in doubled if config.recipe.batch_size % count == 0]
     cases = []
-    for precision, count in itertools.product(split_names(config.precisions) or [config.recipe.precision], counts):
+    for count in counts:
         placements = tuple(PLACEMENTS) if count > 1 else ("cpu", "round_robin") if num_gpus else ("cpu",)
-        cases += [BenchmarkCase(count, "towers", placement, precision) for placement in placements]
-        cases += [BenchmarkCase(count, "mirrored", "", precision)] if count > 1 else []
+        cases += [BenchmarkCase(count, "towers", placement) for placement in placements]
+        cases += [BenchmarkCase(count, "mirrored", "")] if count > 1 else []
     return cases
 
 
@@ -195,13 +193,13 @@ def publish(config: BenchmarkConfig, rates: Rates, machine: Mapping[str, Any]) -
 
 def table(rates: Rates, batch_size: int) -> str:
     """Return a table with a line per case, the fastest first."""
-    rows = [["towers", "strategy", "placement", "precision", "images/s", "quartiles", "ms per step", "visits"]]
+    rows = [["towers", "strategy", "placement", "images/s", "quartiles", "ms per step", "visits"]]
     for case, values in by_rate(rates):
         low, median, high = quartiles(values)
-        row = [str(case.num_gpus), case.strategy, case.variable_placement or "-", case.precision]
+        row = [str(case.num_gpus), case.strategy, case.variable_placement or "-"]
         row += [format_rate(median), f"{format_rate(low)}-{format_rate(high)}"]
         rows.append([*row, f"{1000 * batch_size / median:,.1f}", str(len(values))])
-    return align_columns(rows, left=(1, 2, 3))
+    return align_columns(rows, left=(1, 2))
 
 
 def plot(rates: Rates, title: str) -> Figure:

@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cifar_towers.benchmark import BenchmarkCase, short_training, visit
-from cifar_towers.cli.flags import parse_command_line
+from cifar_towers.cli.main import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import RunError
 from cifar_towers.reporting.records import align_columns
@@ -93,9 +93,9 @@ def measure(recipe: str, frameworks: Sequence[str], rounds: int, precision: str)
 
 def rate_of_ours(recipe: str, precision: str) -> float:
     """Return the images per second of a short training on one GPU or two towers on the CPU."""
-    flags = [f"--recipe={recipe}", f"--batch_size={NETS[recipe][-1]}", "--dataset=auto"]
+    flags = [f"--recipe={recipe}", f"--batch_size={NETS[recipe][-1]}", "--dataset=auto", f"--precision={precision}"]
     config = short_training(parse_command_line(TrainConfig, flags), on_gpus=False)
-    case = BenchmarkCase(0, "towers", "", precision)
+    case = BenchmarkCase(0, "towers", "")
     with tempfile.TemporaryDirectory() as directory:
         return visit(config, case, [sys.executable, str(REPOSITORY / "scripts/train.py")], Path(directory))[0]
 

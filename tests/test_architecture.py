@@ -11,7 +11,7 @@ PACKAGE = "cifar_towers"
 
 # The folders, and the modules at the package's root, bottom first. Each may import those of the layers below it.
 LAYERS = (
-    ("config", "registry", "user_code", "errors", "files", "hardware", "signals"),
+    ("config", "registry", "errors", "files", "hardware", "signals"),
     ("towers",),
     ("models", "data"),
     ("multi_worker",),
@@ -24,9 +24,6 @@ LAYERS = (
 LEVELS = {folder: level for level, folders in enumerate(LAYERS) for folder in folders}
 SAME_LAYER = {  # (folder, imported module or folder of the same layer): the reason
     ("config", "registry"): "the defaults and choices of settings are registry entries",
-    ("config", "user_code"): "a setting may name a function of the user's",
-    ("registry", "user_code"): "a model may be a function of the user's",
-    ("user_code", "errors"): "a missing function raises UsageError",
     ("config", "errors"): "a wrong value raises UsageError",
     ("registry", "errors"): "an unknown name raises UsageError",
     ("files", "errors"): "the text of an error in one line",

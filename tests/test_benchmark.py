@@ -10,14 +10,14 @@ import pytest
 
 from cifar_towers import benchmark
 from cifar_towers.benchmark import BenchmarkCase, as_flags, make_cases, short_training
-from cifar_towers.cli.flags import parse_command_line
+from cifar_towers.cli.main import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.config.train_config import recipe_names
 from cifar_towers.errors import RunError
 from tests.programs import finish, start
 
-CPU, MIRRORED = BenchmarkCase(2, "towers", "cpu", "float32"), BenchmarkCase(2, "mirrored", "", "float32")
+CPU, MIRRORED = BenchmarkCase(2, "towers", "cpu"), BenchmarkCase(2, "mirrored", "")
 MACHINE = {"processor": "Abacus", "cores": 2, "gpus": ["A100", "A100"], "packages": {"tensorflow": "2"}}
 
 
@@ -31,7 +31,7 @@ def config(tmp_path):
     ("settings", "num_gpus", "expected"),
     [
         ({}, 0, {1: ["cpu"], 2: ["cpu", "round_robin", "least_loaded", "mirrored"]}),
-        ({"towers": "1,4", "precisions": "float32,bfloat16"}, 0, {1: ["cpu"], 4: ["cpu", "mirrored"]}),
+        ({"towers": "1,4"}, 0, {1: ["cpu"], 4: ["cpu", "mirrored"]}),
         ({}, 1, {1: ["cpu", "round_robin"]}),
         ({}, 8, {1: ["cpu", "round_robin"], 2: ["mirrored"], 4: ["mirrored"]}),  # 8 cannot share 100 images
     ],
@@ -39,7 +39,6 @@ def config(tmp_path):
 def test_cases(config, settings, num_gpus, expected):
     cases = make_cases(dataclasses.replace(config, **settings), num_gpus)
     assert len(cases) == len({*cases})
-    assert {case.precision for case in cases} == {*settings.get("precisions", "auto").split(",")}
     assert {case.num_gpus for case in cases} == {*expected}
     for count, ways in expected.items():
         of_count = [case.variable_placement or case.strategy for case in cases if case.num_gpus == count]
@@ -72,17 +71,20 @@ def test_report_has_medians_quartiles_and_the_fastest_case(config, tmp_path, cap
     title, heading, *rows = printed.strip().splitlines()[:4]
     assert title == "mine, batches of 100; Abacus, 2 cores, 2 x A100"
     assert [row.split() for row in rows] == [
-        ["2", "towers", "cpu", "float32", "61", "60-62", "1,639.3", "3"],
-        ["2", "mirrored", "-", "float32", "30", "20-40", "3,333.3", "5"],
+        ["2", "towers", "cpu", "61", "60-62", "1,639.3", "3"],
+        ["2", "mirrored", "-", "30", "20-40", "3,333.3", "5"],
     ]
-    fastest = "--num_gpus=2 --variable_placement=cpu --precision=float32"
+    fastest = "--num_gpus=2 --variable_placement=cpu"
     assert heading.split()[:2] == ["towers", "strategy"] and printed.endswith(f"fastest: {fastest}\n")
     written = json.loads((tmp_path / "benchmark.json").read_text())
     assert (written["recipe"], written["batch_size"], written["fastest"]) == ("mine", 100, fastest)
     (slow,) = (case for case in written["cases"] if case["strategy"] == "mirrored")
     assert (slow["median"], slow["quartiles"], slow["images_per_sec"]) == (30.0, [20.0, 40.0], rates[MIRRORED])
     (axes,) = benchmark.plot(rates, title).axes
-    assert [text.get_text().split()[-1] for text in axes.get_yticklabels()] == ["--precision=float32"] * 2
+    assert [text.get_text().split()[-1] for text in axes.get_yticklabels()] == [
+        "--variable_placement=cpu",
+        "--strategy=mirrored",
+    ]
     assert [bar.get_width() for bar in axes.patches] == [61.0, 30.0]
     assert matplotlib.image.imread(tmp_path / "benchmark.png")[..., :3].std() > 0.05
 

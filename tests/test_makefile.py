@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.cli.flags import parse_command_line
+from cifar_towers.cli.main import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import BenchmarkConfig
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.cli.flags import flag_settings
-from cifar_towers.cli.main import PROGRAMS
+from cifar_towers.cli.main import PROGRAMS, flag_settings
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import recipe_flagfile, recipe_names
 

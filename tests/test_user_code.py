@@ -3,7 +3,7 @@
 import pytest
 
 from cifar_towers.errors import UsageError
-from cifar_towers.user_code import find_source, load_function
+from cifar_towers.registry import find_source, load_function
 
 NETS = "from blocks import number\n\nleft_out = 3\n\ndef make():\n    return number\n"
 

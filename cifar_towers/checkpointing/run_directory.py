@@ -26,7 +26,7 @@ from cifar_towers.checkpointing.checkpoint import (
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.errors import DataError, UsageError, error_text
-from cifar_towers.user_code import find_source
+from cifar_towers.registry import find_source
 
 log = logging.getLogger(__name__)
 

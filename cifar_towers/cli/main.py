@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from absl import flags as absl_flags
+
 from cifar_towers import api
-from cifar_towers.cli.flags import parse_command_line
-from cifar_towers.config import TrainConfig, parse_seeds, programs
+from cifar_towers.config import TrainConfig, parse_numbers, programs
+from cifar_towers.config.train_config import RECIPE, REST, Config, make_config, names_with, recipe_names
 from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError, error_line
 from cifar_towers.hardware import tensorflow_imported
 from cifar_towers.multi_worker import cluster_spec, launcher
@@ -21,6 +23,10 @@ from cifar_towers.signals import StopSignals
 
 log = logging.getLogger(__name__)
 
+BASIC = (  # settings of a training that --help lists; --helpfull has all
+    *("recipe", "num_gpus", "dataset", "model", "epochs", "batch_size", "precision", "variable_placement"),
+    *("seed", "train_dir", "overwrite"),
+)
 TRAIN_COMMAND = [sys.executable, "-m", "cifar_towers", "train"]  # in a process of its own; flags are appended
 USAGE = """CIFAR-10 on towers: copies of the model that share each batch, one on each GPU.
 
@@ -107,7 +113,7 @@ def train_seeds(config: TrainConfig) -> None:
     accuracies: dict[str, list[float]] = {}
     results: list[dict] = []
     diverged: dict[int, str] = {}
-    runs = [api.locate_data(config.of_seed(seed)) for seed in parse_seeds(config.seeds)]
+    runs = [api.locate_data(config.of_seed(seed)) for seed in parse_numbers("seeds", config.seeds)]
     for _, run in runs if config.overwrite else []:  # all at once: a later start without it resumes them
         with open_run(run) as directory:
             directory.clear()
@@ -307,3 +313,71 @@ PROGRAMS: dict[str, tuple[Callable[[Any], int | None], type]] = {
     "benchmark": (benchmark, programs.BenchmarkConfig),
     "launch": (launch, programs.LaunchConfig),
 }
+
+
+# Command-line flags, made from the settings of a config --------------------------------------------------------------
+
+
+def parse_command_line(config_class: type[Config], arguments: Sequence[str], description: str = "") -> Config:
+    """Make a config from flags and flagfiles, of which later ones override earlier ones.
+
+    Print the help and exit if the command line asks for it: --help or --helpfull.
+
+    Raises:
+      UsageError: stray arguments, unknown flags, or values of a wrong type, out of range or in conflict.
+    """
+    fields = flag_settings(config_class)
+    if asked := {"-h", "--help", "--helpfull"}.intersection(arguments):
+        print(help_text(fields, description, is_full="--helpfull" in asked))
+        sys.exit(0)
+    values = _define(fields)
+    try:
+        _, *stray = values(["", *arguments])
+    except (absl_flags.Error, UnicodeDecodeError) as error:
+        raise UsageError(f"{' '.join(str(error).split())}; --helpfull lists the flags") from None
+    rest = names_with(config_class, group=REST)
+    if stray and not rest:
+        raise UsageError(f"{stray[0]!r} is not a flag; settings are given as --name=value; --help lists them")
+    settings = {field.name: values[field.name].value for field in fields if values[field.name].present}
+    return make_config(config_class, settings | {name: tuple(stray) for name in rest})
+
+
+def help_text(fields: Sequence[dataclasses.Field], description: str, is_full: bool) -> str:
+    """Return the description of a program and the help of its flags; by default of a training's `BASIC` ones only."""
+    of_training = {field.name for field in dataclasses.fields(TrainConfig)}
+    shown = [field for field in fields if is_full or field.name in BASIC or field.name not in of_training]
+    parts = [description, _define(shown).get_help(include_special_flags=False).strip()]
+    if len(shown) < len(fields):
+        parts.append(f"{len(fields) - len(shown)} more flags: --helpfull lists all")
+    if "recipe" in {field.name for field in fields}:
+        parts.append(f"Recipes, which set other defaults: {', '.join(recipe_names())}.")
+    parts.append("--flagfile=FILE reads flags from a file, one a line; later flags override them.")
+    return "\n\n".join(parts)
+
+
+def flag_settings(config_class: type) -> list[dataclasses.Field]:
+    """Return the settings that have a flag: a config's own, and those of the recipe that it may hold."""
+    own = [field for field in dataclasses.fields(config_class) if field.metadata["group"] not in (REST, RECIPE)]
+    if not names_with(config_class, group=RECIPE):
+        return own
+    left_out = {field.name for field in own} | {*getattr(config_class, "refused", ())}
+    return own + [field for field in dataclasses.fields(TrainConfig) if field.name not in left_out]
+
+
+def _define(fields: Sequence[dataclasses.Field]) -> absl_flags.FlagValues:
+    """Define a flag for each setting, in the help section of its group."""
+    values = absl_flags.FlagValues()
+    parsers: dict[Any, absl_flags.ArgumentParser] = {
+        int: absl_flags.IntegerParser(),
+        float: absl_flags.FloatParser(),
+        str: absl_flags.ArgumentParser(),
+    }
+    for field in fields:
+        text, group = field.metadata["help"], field.metadata["group"]
+        choices = f" ({'|'.join(filter(None, field.metadata['choices']))})" if field.metadata["choices"] else ""
+        if field.type is bool:
+            absl_flags.DEFINE_boolean(field.name, field.default, text, values, module_name=group)
+            continue
+        parser, serializer = parsers[field.type], absl_flags.ArgumentSerializer()
+        absl_flags.DEFINE(parser, field.name, field.default, text + choices, values, serializer, module_name=group)
+    return values

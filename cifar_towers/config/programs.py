@@ -12,7 +12,7 @@ from cifar_towers.config.train_config import (
     DeviceConfig,
     TrainConfig,
     names_with,
-    parse_names,
+    parse_numbers,
     setting,
     settings_of,
 )
@@ -161,7 +161,6 @@ class BenchmarkConfig:
     towers: str = _benchmark(
         "", "numbers of towers, e.g. 1,2,4; default: 1 to all GPUs by doubling, or 1 and 2 without GPUs"
     )
-    precisions: str = _benchmark("", "precisions, e.g. float32,bfloat16; default: the recipe's")
     minutes: float = _benchmark(
         20.0, "time in minutes after which no further round begins; one round is always made", low=0
     )
@@ -169,16 +168,11 @@ class BenchmarkConfig:
     def __post_init__(self):
         for count in self.tower_counts:
             self.recipe.check_shares(count)
-        parse_names("precisions", self.precisions, PRECISIONS)
 
     @property
     def tower_counts(self) -> tuple[int, ...]:
         """`towers` as numbers; empty for the default."""
-        try:
-            counts = tuple(int(part) for part in self.towers.split(",")) if self.towers else ()
-        except ValueError:
-            raise UsageError(f"towers={self.towers} is not a list of whole numbers; write --towers=1,2,4") from None
-        return tuple(sorted(set(counts)))
+        return parse_numbers("towers", self.towers)
 
     @property
     def directory(self) -> Path:

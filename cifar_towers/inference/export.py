@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -13,12 +14,14 @@ from cifar_towers.data import sources
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.inference.predict import TrainedModel
 from cifar_towers.inference.run import open_run
-from cifar_towers.models.stock_layers import to_stock_layers
+from cifar_towers.models.layers import Activation, BatchNorm, Conv2D, LocalResponseNorm, PadChannels
+from cifar_towers.models.speednet import Whitening
 
 MAX_DIFFERENCE = 1e-4  # of a probability; rounding explains 2e-5, as the project's convolutions are Winograd's
 BATCH_SIZE = 250  # images of the check
 CLASSES = "classes.txt"  # the classes' names in the order of the probabilities, one a line
 
+LayerAndWeights = tuple[keras.layers.Layer, list[np.ndarray]]  # the weights are set once the layer is built
 ReadFn = Callable[[np.ndarray], np.ndarray]  # uint8 images [B, S, S, 3] -> probabilities [B, C]
 
 
@@ -94,6 +97,86 @@ def write_model(model: keras.Model, path: Path, file_format: str) -> None:
         images = tf.TensorSpec([None, *model.input.shape[1:]], tf.uint8, name="images")
         keras_name = file_format.replace("saved_model", "tf_saved_model")
         model.export(path, format=keras_name, verbose=False, input_signature=[images])
+
+
+# Copies of the project's layers in stock Keras layers, which load without this package and in every format -----------
+
+
+def to_stock_layers(model: keras.Model) -> keras.Model:
+    """Return a model of stock layers with the same weights and outputs in evaluation; `model` itself if it is one."""
+    if not any(type(layer) in STOCK_EQUIVALENTS for layer in model.layers):
+        return model
+    weights: dict[str, list[np.ndarray]] = {}
+
+    def clone(layer: keras.layers.Layer) -> keras.layers.Layer:
+        copy, weights[layer.name] = STOCK_EQUIVALENTS.get(type(layer), _same_layer)(layer)
+        return copy
+
+    copy = keras.models.clone_model(model, clone_function=clone)
+    for layer in copy.layers:
+        layer.set_weights(weights.get(layer.name, []))
+    return copy
+
+
+def _same_layer(layer: keras.layers.Layer) -> LayerAndWeights:
+    """Return Keras's layer of the same configuration, and the weights of `layer`.
+
+    Initializers become zeros, because they may be the project's.
+    """
+    settings = layer.get_config()
+    settings |= {name: "zeros" for name in settings if name.endswith("_initializer")}
+    settings.pop("even_output", None)  # the pooling behind it discards the rest
+    kind = keras.layers.Conv2D if isinstance(layer, (Conv2D, Whitening)) else type(layer)
+    return kind.from_config(settings), layer.get_weights()
+
+
+def _batch_norm(layer: BatchNorm) -> LayerAndWeights:
+    copy = keras.layers.BatchNormalization(
+        momentum=layer.momentum, epsilon=layer.epsilon, scale=layer.scale, **_common(layer)
+    )
+    weights = [layer.gamma, layer.beta, layer.moving_mean, layer.moving_variance]
+    return copy, [weight.numpy() for weight in weights if weight is not None]
+
+
+def _pad_channels(layer: PadChannels) -> LayerAndWeights:
+    """Return a 1x1 convolution with a stride, whose kernel is ones and zeros."""
+    channels = layer.input.shape[-1]
+    kernel = np.eye(channels, layer.channels, (layer.channels - channels) // 2, dtype="f4")
+    copy = keras.layers.Conv2D(layer.channels, 1, layer.stride, use_bias=False, **_common(layer))
+    return copy, [kernel[None, None]]
+
+
+def _local_response_norm(layer: LocalResponseNorm) -> LayerAndWeights:
+    """Return a model that sums the squares of neighboring channels by a 1x1 convolution."""
+    shape = layer.input.shape[1:]
+    channels = np.arange(shape[-1])
+    kernel = layer.alpha * (abs(channels[:, None] - channels) <= layer.radius)
+    images = keras.Input(shape)
+    sum_squares = keras.layers.Conv2D(shape[-1], 1, use_bias=False, name=f"{layer.name}_sum", dtype="float32")
+    squares = sum_squares(keras.ops.square(images))
+    copy = keras.Model(images, images * keras.ops.power(layer.bias + squares, -layer.beta), name=layer.name)
+    return copy, [kernel[None, None].astype("f4")]
+
+
+def _activation(layer: Activation) -> LayerAndWeights:
+    if layer.function != "gelu":
+        return keras.layers.Activation(layer.function, **_common(layer)), []
+    x = keras.Input(layer.input.shape[1:])
+    return keras.Model(x, 0.5 * x * (1 + keras.ops.erf(x * 0.5**0.5)), name=layer.name), []
+
+
+def _common(layer: keras.layers.Layer) -> dict[str, Any]:
+    return {"name": layer.name, "dtype": layer.dtype_policy}
+
+
+STOCK_EQUIVALENTS: dict[type, Callable[..., LayerAndWeights]] = {
+    Conv2D: _same_layer,
+    Whitening: _same_layer,
+    BatchNorm: _batch_norm,
+    Activation: _activation,
+    PadChannels: _pad_channels,
+    LocalResponseNorm: _local_response_norm,
+}
 
 
 # How each format is read by its own library: path -> function --------------------------------------------------------

@@ -26,7 +26,7 @@ from cifar_towers.models import MODELS, WEIGHT_DECAYS, user_model
 from cifar_towers.models.layers import synchronize
 from cifar_towers.models.speednet import whitening_kernel
 from cifar_towers.multi_worker.cluster_spec import Workers
-from cifar_towers.registry import SPEEDNETS
+from cifar_towers.registry import SPEEDNETS, load_function
 from cifar_towers.towers import Tower, make_towers, variable_placement
 from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT, on_gpus
 from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
@@ -35,7 +35,6 @@ from cifar_towers.training.losses import OWN, cross_entropy, make_loss
 from cifar_towers.training.optimizers import make_optimizer
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import PROXY, Update, make_update, select_hard_examples
-from cifar_towers.user_code import load_function
 
 log = logging.getLogger(__name__)
 

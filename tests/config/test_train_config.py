@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cifar_towers.checkpointing.run_directory import describe_differences
-from cifar_towers.cli.flags import flag_settings, parse_command_line
+from cifar_towers.cli.main import flag_settings, parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import BenchmarkConfig, CompareConfig, EvaluateConfig, ExportConfig, ReportConfig
 from cifar_towers.config.train_config import make_config, names_with, recipe_fields, shared_settings
@@ -35,8 +35,8 @@ USAGE_ERRORS = {
         (["--batch_size=100", "--num_gpus=2", "--micro_batches=3"], " in 3 micro-batches each; 96 and 102 can"),
         (["--flagfile=nowhere.cfg"], "Unable to open flagfile"),
         (["--recipe=nonsense"], "recipe=nonsense is not one of cifarnet, resnet20, "),
-        (["--seeds=1,x"], "seeds=1,x is not a list of whole numbers"),
-        (["--seeds=1,1"], "must be different"),
+        (["--seeds=1,x"], "seeds=1,x is not a list of different whole numbers"),
+        (["--seeds=1,1"], "seeds=1,1 is not a list of different whole numbers"),
         (["--profile_steps=9:9"], "profile_steps='9:9' is not a first and a later last step"),
         (["--learning_rate_schedule=0=1"], "must begin with linear: or step:"),
         # combinations that would silently train something else
@@ -49,7 +49,6 @@ USAGE_ERRORS = {
         (["--dataset=csv:"], "npz:<file> or the name of a TensorFlow Datasets builder, e.g. svhn_cropped"),
         (["--target_accuracy=0.9", "--eval_every_epochs=0"], "checked at evaluations"),
         (["--seed=1", "--seeds=2,3"], "are both given"),
-        (["--seeds=0,99999999999"], "must be different numbers from 0"),
         (["--epochs=0"], "leave nothing to do"),
         (
             ["--loss=tests.nets:loss", "--label_smoothing=0.2"],
@@ -64,7 +63,7 @@ USAGE_ERRORS = {
         (["--strategy=stages", "--hard_example_pool=4096"], "is for strategy=towers"),
     ],
     BenchmarkConfig: [
-        (["--towers=1,two"], "towers=1,two is not a list of whole numbers"),
+        (["--towers=1,two"], "towers=1,two is not a list of different whole numbers"),
         (["--batch_size=1536", "--towers=1,5"], "batch_size=1536 cannot be shared by 5 towers; 1535 and 1540 can"),
         (["--num_gpus=2"], "Unknown command line flag 'num_gpus'"),
     ],
@@ -93,7 +92,7 @@ def test_usage_error_is_one_line_with_exit_code_2(config_class, arguments, messa
 
 def test_benchmark_takes_its_recipe_from_the_flags():
     flagfile = f"--flagfile={ROOT / 'configs' / 'speed94.cfg'}"
-    config = parse(flagfile, "--recipe=speed94", "--towers=2,1,2", config_class=BenchmarkConfig)
+    config = parse(flagfile, "--recipe=speed94", "--towers=1,2", config_class=BenchmarkConfig)
     assert config.tower_counts == (1, 2) and str(config.directory) == "runs/benchmark-speed94"
     assert config.recipe == parse("--recipe=speed94")
     assert parse(flagfile, config_class=BenchmarkConfig).recipe == parse(flagfile)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.cli.flags import parse_command_line
-from cifar_towers.cli.main import resolve_cluster
+from cifar_towers.cli.main import parse_command_line, resolve_cluster
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import UsageError
 from cifar_towers.multi_worker.cluster_spec import Workers

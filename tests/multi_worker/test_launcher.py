@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from cifar_towers.cli.flags import flag_settings, help_text
+from cifar_towers.cli.main import flag_settings, help_text
 from cifar_towers.config.programs import LaunchConfig
 from cifar_towers.errors import DataError, DivergedError, RunError, UsageError, WorkerLostError, interrupt_exit_code
 from cifar_towers.multi_worker import launcher

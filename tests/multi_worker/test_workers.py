@@ -13,7 +13,7 @@ import pytest
 
 from cifar_towers import files
 from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_checkpoint, step_of
-from cifar_towers.cli.flags import parse_command_line
+from cifar_towers.cli.main import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.multi_worker.launcher import free_addresses
 from tests import programs

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cifar_towers.checkpointing.checkpoint import checkpoint_path, write_checkpoint
-from cifar_towers.cli.flags import parse_command_line
+from cifar_towers.cli.main import parse_command_line
 from cifar_towers.config import TrainConfig
 from scripts import compare_revisions
 

@@ -2,8 +2,8 @@ import keras
 import numpy as np
 import pytest
 
+from cifar_towers.inference.export import to_stock_layers
 from cifar_towers.models import MODELS
-from cifar_towers.models.stock_layers import to_stock_layers
 
 
 @pytest.mark.parametrize("name", ["cifarnet", "resnet20", "speednet94", "speednet96"])
