@@ -94,7 +94,14 @@ def train(config: TrainConfig) -> None:
     """
     if config.seeds:
         return train_seeds(config)
-    cluster = join_cluster(config)
+    if cluster := resolve_cluster(config, os.environ):
+        if cluster.index:
+            logging.getLogger("cifar_towers").setLevel(logging.WARNING)  # the chief logs for all workers
+            logging.getLogger("cifar_towers.multi_worker").setLevel(logging.INFO)  # except where a worker is
+        log.info(
+            f"{cluster.name(cluster.index)}: TensorFlow opens its port on every interface, without authentication; see "
+            "docs/cluster.md"
+        )
     source, config = api.locate_data(config)
     api.train_run(config, source, StopSignals(), cluster)
 
@@ -140,22 +147,6 @@ def train_seeds(config: TrainConfig) -> None:
         print(f"accuracy, {name}: {Sample.of(values).describe_percent()}")
     if diverged:
         raise DivergedError("; ".join(f"seed {seed}: {error}" for seed, error in diverged.items()))
-
-
-def join_cluster(config: TrainConfig) -> Workers | None:
-    """Return the workers of `resolve_cluster`, and warn of the port that this process opens."""
-    cluster = resolve_cluster(config, os.environ)
-    if not cluster:
-        return None
-    address = cluster.addresses[cluster.index]
-    if cluster.index:
-        logging.getLogger("cifar_towers").setLevel(logging.WARNING)  # the chief logs for all workers
-        logging.getLogger("cifar_towers.multi_worker").setLevel(logging.INFO)  # except where a worker is
-    log.info(
-        f"{cluster.name(cluster.index)}: TensorFlow opens port {address.rpartition(':')[2]} on every interface, "
-        "without authentication; see docs/cluster.md"
-    )
-    return cluster
 
 
 def resolve_cluster(config: TrainConfig, environment: Mapping[str, str]) -> Workers | None:
