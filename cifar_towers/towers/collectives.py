@@ -23,15 +23,9 @@ def run_on_towers_synchronized(
 ) -> list[Any]:
     """Run `fn` as `run_on_towers` does, and let it call `all_reduce_mean` in its forward or backward pass.
 
-    Call it inside a `tf.function`. Every tower must make the same calls in the same order. `fn` must compute its
-    gradients itself: the towers run in threads of their own, where a tape outside of `fn` records nothing.
-
-    Args:
-      fn: called as `fn(tower, shard)` for each of the K towers.
-      shards: [K] of equal size, as `split_batch` returns them.
-
-    Returns:
-      [K] results of `fn`, in tower order.
+    Call it inside a `tf.function`, with shards of equal size. Every tower must make the same calls in the same order.
+    `fn` must compute its gradients itself: the towers run in threads of their own, where a tape outside of `fn` records
+    nothing.
 
     Raises:
       RuntimeError: it is called eagerly, where no graph is traced, or the towers call `all_reduce_mean` a different
@@ -76,8 +70,7 @@ def all_reduce_mean(tensor: tf.Tensor) -> tf.Tensor:
 def num_replicas() -> int:
     """Return the number of replicas that run side by side.
 
-    They are the towers inside `run_on_towers_synchronized`, and the strategy's replicas inside
-    `tf.distribute.Strategy.run`. Otherwise the number is 1.
+    They are the towers inside `run_on_towers_synchronized`, or the replicas inside `tf.distribute.Strategy.run`.
     """
     if _replica_context():
         return tf.distribute.get_strategy().num_replicas_in_sync

@@ -26,14 +26,10 @@ class Tower:
 
     A tower owns its shard, activations and gradients. It owns no weights: all towers read the same variables. Logical
     CPU devices share the cores of the machine, so several towers on them show the method and gain no speed.
-
-    Attributes:
-      index: from 0.
-      device: TensorFlow's name of the device, as `/GPU:0`.
     """
 
-    index: int
-    device: str
+    index: int  # from 0
+    device: str  # TensorFlow's name, such as `/GPU:0`
 
     @property
     def name(self) -> str:

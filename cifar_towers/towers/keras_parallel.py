@@ -114,7 +114,8 @@ class ParallelModel(keras.Model):
         with keras.StatelessScope(values, collect_losses=True) as scope:
             outputs = self.model(inputs, training=training)
         changed = [v for v, before in values if scope.get_current_value(v) is not before]
-        refused = [v.path for v in changed if not _is_shareable(v)]
+        own = [v for v in changed if not is_seed_generator_state(v)]
+        refused = [v.path for v in own if v.trainable or "float" not in v.dtype]
         if scope.state_mapping.keys() - {id(v) for v, _ in values}:
             refused.append("a variable that is not its own, such as a metric or the global random generator")
         if refused:
@@ -145,10 +146,6 @@ def _extras(output: tf.Tensor) -> dict[str, tf.Tensor]:
     op = getattr(output, "op", None)  # in graphs, Keras also takes the input of TensorFlow's own operation
     activation = {op.type: op.inputs[0]} if op and op.type in ACTIVATIONS and "_keras_logits" not in names else {}
     return activation | {name: getattr(output, name) for name in names}  # a new tensor, then its attributes
-
-
-def _is_shareable(state: keras.Variable) -> bool:
-    return is_seed_generator_state(state) or ("float" in state.dtype and not state.trainable)
 
 
 # ---- What is asked of a Keras model, here and in the folders above

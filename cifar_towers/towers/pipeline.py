@@ -104,9 +104,6 @@ def stage_placement(build: Callable[[], keras.Model], devices: Sequence[str], *,
 
     Stages can only be cut from a model that has its variables. Therefore `build` is called once before, to learn the
     cut and the order in which variables are created. Slots are beside their variable, all else is in host memory.
-
-    Raises:
-      ValueError: as `cut_in_stages` does.
     """
     created: list[tf.Variable] = []
 
