@@ -220,7 +220,8 @@ class Run:
         self.evaluations: list[dict] = []
         self.reached = 0.0
         self.stop_signal = 0
-        self._compiled = False  # whether the last step was compiled
+        self._was_slow = False  # whether the last step was compiled, or was the first with diagnostics
+        self._is_diagnosed = False  # whether a step's diagnostics were computed
 
     # The start of a run
 
@@ -311,7 +312,7 @@ class Run:
         Usually the metrics of a step arrive with the next call. They arrive at once on a cluster, while steps are
         profiled, or before a summary, an evaluation, a checkpoint or the end of an epoch.
         """
-        self._compiled = needs_compilation = self.step_runner.needs_compilation(step)
+        self._was_slow = needs_compilation = self.step_runner.needs_compilation(step)
         self.timer.end_phase("compile" if needs_compilation else "input")
         is_cluster = self.workers.size > 1
         signal = self.signals.received if is_cluster else None
@@ -349,11 +350,12 @@ class Run:
                 self.log(line)
             diagnostics = self._diagnose(each) if self.logger.is_summary_step(each.step) else None
             self.logger.log_step(each, diagnostics, self.health.skipped_steps)
-        self.timer.end_phase("compile" if self._compiled else "report")
+        self.timer.end_phase("compile" if self._was_slow else "report")
 
     def _diagnose(self, finished: FinishedStep) -> StepDiagnostics:
         """Return the diagnostics of a step, with the gradient norms and cosines of all workers' towers."""
         diagnostics = self.diagnose(finished)
+        self._was_slow, self._is_diagnosed = self._was_slow or not self._is_diagnosed, True
         pairs = self.workers.gather((diagnostics.tower_gradient_norm, diagnostics.tower_gradient_cosine))
         norms, cosines = map(np.concatenate, zip(*pairs, strict=True))
         return diagnostics._replace(tower_gradient_norm=norms, tower_gradient_cosine=cosines)

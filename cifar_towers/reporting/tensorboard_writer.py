@@ -87,5 +87,6 @@ class TensorBoardWriter:
 
 def _histogram(values: np.ndarray) -> tf.Tensor:
     """Return [30, 3] edges and counts of the finite values; `tf.summary.histogram` takes a second for a million."""
-    counts, edges = np.histogram(values[np.isfinite(values)], NUM_BUCKETS)
+    finite = values if np.isfinite(values.sum()) else values[np.isfinite(values)]
+    counts, edges = np.histogram(finite, NUM_BUCKETS)
     return tf.constant(np.stack([edges[:-1], edges[1:], counts], 1), tf.float64)
