@@ -105,18 +105,11 @@ def _compare_checkpoints(*runs: Run) -> Finding | None:
     return (True, f"weights: same at {', '.join(common)}") if common else None
 
 
-def _compare_last_weights(*runs: Run) -> Finding | None:
+def _compare_last_weights(*runs: Run) -> Finding:
     """Compare the weights of runs that ended at the same step."""
-    results = [run.result or {} for run in runs]
-    steps = [result.get("step") for result in results]
-    if steps[0] != steps[1]:
-        ends = [
-            f"{run.directory} ended at step {step}" if step else f"{run.directory} has not ended"
-            for run, step in zip(runs, steps, strict=True)
-        ]
-        return None, f"{', '.join(ends)}: only the common part is compared"
-    if not all(results):
-        return None
-    ours, theirs = (result["weights_sha256"] for result in results)
+    if not all(run.finished for run in runs) or runs[0].step != runs[1].step:
+        states = ", ".join(f"{run.directory} is {run.state} at step {run.step}" for run in runs)
+        return None, f"{states}: only the common part is compared"
+    ours, theirs = (run.result["weights_sha256"] for run in runs if run.result)
     summary = f"same, sha256 {ours[:16]}" if ours == theirs else f"sha256 {ours[:16]} and {theirs[:16]}"
-    return ours == theirs, f"weights after step {steps[0]}: {summary}"
+    return ours == theirs, f"weights after step {runs[0].step}: {summary}"

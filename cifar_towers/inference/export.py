@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.config.programs import ExportConfig, TrainedRunConfig
+from cifar_towers.config.programs import ExportConfig
 from cifar_towers.data import sources
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.inference.predict import TrainedModel
@@ -61,17 +61,12 @@ def export_model(config: ExportConfig) -> None:
     print(f"{out}: {trained.run.directory} at step {trained.metadata['step']}, {trained.weights} weights; {checked}")
 
 
-def load_portable_model(config: TrainedRunConfig) -> keras.Model:
-    """Return the model of a checkpoint with its preprocessing: uint8 images [B, S, S, 3] -> probabilities [B, C].
-
-    Raises:
-      UsageError: there is no such run. DataError: the checkpoint is damaged.
-    """
-    return make_portable_model(TrainedModel(config))
-
-
 def make_portable_model(trained: TrainedModel) -> keras.Model:
-    """Put a run's preprocessing and a softmax around its model, in operations of Keras that every format has."""
+    """Put preprocessing and a softmax around a model, in operations of Keras that every format has.
+
+    Returns:
+      A model: uint8 images [B, S, S, 3] of the training's size -> probabilities [B, C] float32.
+    """
     augmentation, size = trained.augmentation, trained.info.image_size
     images = keras.Input((size, size, 3), dtype="uint8", name="images")
     x = keras.ops.cast(images, "float32")

@@ -144,9 +144,10 @@ class Run:
         """
         config = make_config(TrainedRunConfig, {"train_dir": self.directory, **settings})
         with tensorflow_imported():
-            from cifar_towers.inference.export import load_portable_model
+            from cifar_towers.inference.export import make_portable_model
+            from cifar_towers.inference.predict import TrainedModel
 
-            return load_portable_model(config)
+            return make_portable_model(TrainedModel(config))
 
     def predict(self, images: "np.ndarray | Iterable[Path | str] | Path | str", **settings: Any) -> "np.ndarray":
         """Return the probabilities [n, C] of images; see `cifar_towers.predict`."""

@@ -9,6 +9,7 @@ import os
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +17,12 @@ from cifar_towers import files
 from cifar_towers.errors import UsageError, printable
 from cifar_towers.evaluation.score import reported_score, score_name
 from cifar_towers.inference.run import DONE, Run
-from cifar_towers.reporting.records import align_columns, format_number, format_rate
+from cifar_towers.reporting.records import align_columns
 
 MAX_NAME = 44  # characters of a group's name
-NOTE = """accuracy: averaged weights if a run keeps an average, otherwise raw ones; TTA: the highest level scored
-min: of all its processes, with start, compilation and evaluation
-val: on the validation images, not on the test images"""
+COLUMNS = ("recipe", "data", "state", "step", "split", "accuracy", "tta_accuracy", "images_per_sec", "minutes")
+NOTE = """accuracy: of averaged weights if a run keeps an average; tta_accuracy: at the highest level of TTA scored
+minutes: of all its processes, with start, compilation and evaluation"""
 
 
 def find_runs(root: Path, *patterns: str) -> list[Run]:
@@ -127,26 +128,15 @@ def format_json(runs: Sequence[Run]) -> str:
 
 
 def format_table(runs: Sequence[Run]) -> str:
-    """Return a table with a line per run, and a note about its columns."""
-    rows = [_cells(run) for run in runs]
-    table = align_columns([list(rows[0]), *(list(row.values()) for row in rows)], left=(0, 1, 2, 4, 9))
-    return f"{table}\n\n{NOTE}"
+    """Return a table with a line per run, whose columns are fields of `describe`, and a note about them."""
+    rows = [[printable(run.name), *map(_cell, itemgetter(*COLUMNS)(describe(run)))] for run in runs]
+    return f"{align_columns([['run', *COLUMNS], *rows], left=(0, 1, 2, 3, 5))}\n\n{NOTE}"
 
 
-def _cells(run: Run) -> dict[str, str]:
-    values = describe(run)
-    return {
-        "run": printable(run.name),
-        "recipe": printable(values["recipe"]),
-        "data": printable(str(values["data"])),
-        "towers": format_number(values["towers"], "d"),
-        "state": values["state"] + f" at {values['step']:,}" * (values["minutes"] is None),
-        "accuracy": format_number(values["accuracy"], ".2f", 100) + " val" * (values["split"] == "validation"),
-        "TTA": format_number(values["tta_accuracy"], ".2f", 100),
-        "images/s": format_rate(values["images_per_sec"]),
-        "min": format_number(values["minutes"], ",.1f"),
-        "revision": (values["revision"] or "-")[:9],
-    }
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4f}" if value <= 1 else f"{value:,.1f}"
+    return "-" if value is None else printable(str(value))
 
 
 # Groups of runs, and their differences --------------------------------------------------------------------------------

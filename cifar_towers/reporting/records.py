@@ -38,13 +38,13 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def format_number(value: float | None, spec: str, scale: float = 1) -> str:
+def format_number(value: float | None, spec: str) -> str:
     """Return a number as text, or `-` for None. JSON files hold `null` for unknown and non-finite numbers.
 
-    >>> format_number(0.9415, ".2f", 100), format_number(None, ".2f")
-    ('94.15', '-')
+    >>> format_number(0.9415, ".2f"), format_number(None, ".2f")
+    ('0.94', '-')
     """
-    return "-" if value is None else format(value * scale, spec)
+    return "-" if value is None else format(value, spec)
 
 
 def format_rate(images_per_sec: float | None) -> str:

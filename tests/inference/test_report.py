@@ -163,7 +163,7 @@ def test_differing_and_shared_settings_and_commands(tmp_path, undrawn):
     assert "b: SYNTHETIC DATA, NOT CIFAR-10" in page.texts
     assert page.row("batch_size") == ["1536", "1535"] and page.row("git_revision") == ["abc1230", "abc1231"]
     assert page.row("epochs") == ["8.0"]  # shared
-    commands = [shlex.split(text) for text in page.texts if text.startswith("python ")]
+    commands = [shlex.split(text) for text in page.texts if text.startswith("cifar-towers train ")]
     assert [command[3] for command in commands] == ["--seed=0", "--seed=1"]
 
 

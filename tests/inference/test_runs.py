@@ -52,14 +52,14 @@ def test_table_has_every_run_and_its_state(runs):
     table = trained.format_table(trained.find_runs(runs)).splitlines()
     lines = {line.split()[0]: line for line in table[1 : table.index("")]}
     assert len(lines) == 10 and max(map(len, table)) <= 120
-    for seed, state in ((0, "done"), (3, "stopped at 132"), (4, "running"), (6, "stopped at 0")):
-        assert f"  {state}  " in lines[f"speed94-seed{seed}"]
+    for seed, state, step in ((0, "done", "264"), (3, "stopped", "132"), (4, "running", "264"), (6, "stopped", "0")):
+        assert lines[f"speed94-seed{seed}"].split()[3:5] == [state, step]
     assert "elsewhere/speed94-seed9" in lines
     accuracies = {score["tta"]: score["accuracy"] for score in read_result(runs / "speed94-seed1")["evaluations"]}
-    plain, augmented = (f"{100 * accuracies[tta]:.2f}" for tta in (0, 2))
+    plain, augmented = (f"{accuracies[tta]:.4f}" for tta in (0, 2))
     assert lines["speed94-seed1"].split() == [
-        "speed94-seed1", "speed94", "cifar10", "2", "done", plain, augmented, "1,876", "9.7", "abc1231",
-    ]  # fmt: skip
+        *("speed94-seed1", "speed94", "cifar10", "done", "264", "test", plain, augmented, "1,876.4", "9.7"),
+    ]
 
 
 def test_accuracies_are_of_averaged_weights_and_not_of_the_better_ones(tmp_path):
@@ -74,13 +74,13 @@ def test_accuracies_are_of_averaged_weights_and_not_of_the_better_ones(tmp_path)
         assert (found["weights"], found["accuracy"], found["tta_accuracy"]) == expected
 
 
-def test_accuracies_on_validation_images_are_marked(tmp_path):
+def test_table_names_the_split_of_the_accuracies(tmp_path):
     records = read_records(make(tmp_path, finished=False, last_step=121))
     held_out = [record | {"split": "validation"} if record["kind"] == "eval" else record for record in records]
     write_records(tmp_path / "speed94-seed0", held_out)
     make(tmp_path, seed=1)
     stopped, done = trained.format_table(trained.find_runs(tmp_path)).splitlines()[1:3]
-    assert " val  " in stopped and " val" not in done
+    assert " validation  " in stopped and " test  " in done
 
 
 def write_evaluations(run, evaluations):
