@@ -90,17 +90,12 @@ def sync(directory: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`. A file or directory that is still there at the end is removed."""
+    """Yield a temporary path beside `path`. A file that is still there at the end is removed."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}")  # always the same, so that killed processes leave only one
-    if temporary.is_dir():
-        shutil.rmtree(temporary)
     try:
         yield temporary
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 class BestEffortWrites:

@@ -194,7 +194,7 @@ class Run:
         augmentation = build.make_augmentation(config, train.info)  # without a function of the user's
         self.diagnose = make_diagnose_fn(self.state.model, augmentation, setup.local_towers)
         self.health = Health(self.state, setup.step_towers)
-        self.logger = RunLogger(setup, self.state.model, self.variables, callbacks)
+        self.logger = RunLogger(setup, self.state.model, callbacks)
         self.log = self.logger.log
         show = functools.partial(self.logger.progress.activity, "evaluating")
         classify = make_classify_fn(self.state.model, setup.local_towers, augmentation, self.workers, show)

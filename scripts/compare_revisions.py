@@ -136,7 +136,9 @@ def find_or_train(name: str, worktree: Path, keep: Path, images: Path) -> Path:
         return run
     own = {"PYTHONPATH": str(worktree), "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": "-1"}
     environment = os.environ | own | {"XDG_CACHE_HOME": f"{worktree}-cache"}  # each prepares its data itself
-    with files.temporary_beside(run) as train_dir:
+    run.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=run.parent) as directory:
+        train_dir = Path(directory, name)
         command = [sys.executable, str(worktree / "scripts/train.py"), *COMMON.split(), *RUNS[name].split()]
         command += [f"--dataset=folder:{images}", f"--train_dir={train_dir}"]
         for max_steps in MAX_STEPS.get(name, (12,)):

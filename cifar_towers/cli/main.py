@@ -115,38 +115,32 @@ def train_seeds(config: TrainConfig) -> None:
     from cifar_towers.evaluation.score import score_name
     from cifar_towers.inference.runs import Sample
     from cifar_towers.reporting.phase_timer import training_seconds
-    from cifar_towers.reporting.records import format_rate
 
-    accuracies: dict[str, list[float]] = {}
-    results: list[dict] = []
-    diverged: dict[int, str] = {}
     runs = [api.locate_data(config.of_seed(seed)) for seed in parse_numbers("seeds", config.seeds)]
     for _, run in runs if config.overwrite else []:  # all at once: a later start without it resumes them
         with open_run(run) as directory:
             directory.clear()
+    results, diverged = [], []
     for source, run in runs:
         try:
             results.append(api.train_run(dataclasses.replace(run, overwrite=False), source, StopSignals()))
         except DivergedError as error:
-            diverged[run.seed] = str(error)
-            log.error(f"seed {run.seed} diverged: {error}")
+            diverged.append(f"seed {run.seed} diverged: {error}")
+            log.error(diverged[-1])
         if keras := sys.modules.get("keras"):  # not if every run so far was finished before
             keras.backend.clear_session()
-    for result in results:
-        for score in result["evaluations"]:
-            accuracies.setdefault(score_name(score), []).append(score["accuracy"])
-    speeds = [result["images_per_sec"] for result in results if result["images_per_sec"]]  # of runs with timed steps
-    speed = f": {format_rate(Sample.of(speeds).mean)} images/s" if speeds else ""
-    missing = f" ({len(results)} of {len(runs)}; seed {', '.join(map(str, diverged))} diverged)" if diverged else ""
-    print(f"{config.name}, seeds {config.seeds.replace(',', ', ')}{missing}{speed}")
+    accuracies: dict[str, list[float]] = {}
+    for score in (score for result in results for score in result["evaluations"]):
+        accuracies.setdefault(score_name(score), []).append(score["accuracy"])
+    seconds = [training_seconds(result["seconds"]) for result in results if result["reached"]]
     if config.target_accuracy:
-        seconds = [training_seconds(result["seconds"]) for result in results if result["reached"]]
         mean = f", after {Sample.of(seconds).mean:.1f} s of training in the mean" if seconds else ""
         print(f"stopped at {100 * config.target_accuracy:.2f} %: {len(seconds)} of {len(runs)}{mean}")
+    print(f"{config.name}, seeds {config.seeds.replace(',', ', ')}: {len(results)} of {len(runs)} finished")
     for name, values in accuracies.items():
         print(f"accuracy, {name}: {Sample.of(values).describe_percent()}")
     if diverged:
-        raise DivergedError("; ".join(f"seed {seed}: {error}" for seed, error in diverged.items()))
+        raise DivergedError("; ".join(diverged))
 
 
 def resolve_cluster(config: TrainConfig, environment: Mapping[str, str]) -> Workers | None:

@@ -23,7 +23,7 @@ from cifar_towers.reporting.records import format_number, format_rate
 Row = Mapping[str, str]  # cells of a table by heading; both may have a second line
 Picture = tuple[str, bytes]  # description, PNG file
 
-SHOWN_ELSEWHERE = {"command", "towers", "synthetic_data", "class_names", "variables", "model"}
+SHOWN_ELSEWHERE = {"command", "towers", "synthetic_data", "class_names"}
 CURVES = (  # of training records: title, key, factor for the unit
     ("training loss", "loss", 1),
     ("training accuracy, %", "accuracy", 100),

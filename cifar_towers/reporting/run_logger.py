@@ -38,7 +38,6 @@ from cifar_towers.reporting.phase_timer import PhaseTimer, training_seconds
 from cifar_towers.reporting.records import JsonlWriter, format_rate
 from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWriter
 from cifar_towers.towers import Tower, placement_report
-from cifar_towers.towers.placement import short_device
 from cifar_towers.training.diagnostics import StepDiagnostics
 from cifar_towers.training.step import FinishedStep, StepMetrics, without_gradients
 
@@ -74,16 +73,10 @@ class RunSetup:
 
 
 class RunLogger:
-    """The log of one run. On workers other than worker 0, which reports the run, nothing is printed or drawn.
+    """The log of one run. On workers other than worker 0, which reports the run, nothing is printed or drawn."""
 
-    Args:
-      variables: every variable that checkpoints hold, by name.
-    """
-
-    def __init__(
-        self, setup: RunSetup, model: keras.Model, variables: Mapping[str, tf.Variable], callbacks: "Callbacks"
-    ):
-        self.setup, self.model, self.variables, self.callbacks = setup, model, variables, callbacks
+    def __init__(self, setup: RunSetup, model: keras.Model, callbacks: "Callbacks"):
+        self.setup, self.model, self.callbacks = setup, model, callbacks
         self.config, self.length, self.timer = setup.config, setup.length, setup.timer
         self.quiet, self.directory = not setup.workers.is_chief, setup.config.directory
         self.progress = Progress(setup.length, quiet=self.quiet)
@@ -123,8 +116,7 @@ class RunLogger:
         self.metrics.keep(lambda record: record["step"] <= kept)
         with files.BestEffortWrites(self.directory / files.RESULT):
             (self.directory / files.RESULT).unlink(missing_ok=True)  # of a run that ended earlier, and is continued
-        environment = describe_run(self.setup, self.variables)
-        self._unwritten = {files.CONFIG: dataclasses.asdict(self.config), files.ENVIRONMENT: environment}
+        self._unwritten = {files.CONFIG: dataclasses.asdict(self.config), files.ENVIRONMENT: describe_run(self.setup)}
         self._write_unwritten()
         if step == 0:
             hparams = recipe_fields(self.config) | {"seed": self.config.seed, "strategy": self.config.strategy}
@@ -430,8 +422,8 @@ def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
     return record
 
 
-def describe_run(setup: RunSetup, variables: Mapping[str, tf.Variable]) -> dict[str, Any]:
-    """Return the content of environment.json: machine, software, devices, data and variables of a run."""
+def describe_run(setup: RunSetup) -> dict[str, Any]:
+    """Return the content of environment.json: machine, software, devices and data of a run."""
     return describe_machine() | {
         "towers": [{"name": tower.name, "device": tower.device} for tower in setup.step_towers],
         "precision": setup.precision,
@@ -439,15 +431,6 @@ def describe_run(setup: RunSetup, variables: Mapping[str, tf.Variable]) -> dict[
         "data_sha256": setup.dataset.digests(),
         "synthetic_data": setup.banner,
         "class_names": list(setup.dataset.info.class_names),
-        "variables": [
-            {
-                "name": name,
-                "shape": variable.shape.as_list(),
-                "bytes": variable.shape.num_elements() * variable.dtype.size,
-                "device": short_device(variable.device),
-            }
-            for name, variable in variables.items()
-        ],
     }
 
 

@@ -93,19 +93,7 @@ def _device_options(config: DeviceConfig) -> dict[str, Any]:
 
 
 def make_batches(config: TrainConfig, train: Split, rows: tuple[int, int] | None = None) -> Batches:
-    """Return the batches of a run over `train`.
-
-    Args:
-      rows: (first, count) of the rows of each batch to make here; all rows if not given.
-
-    Raises:
-      UsageError: a batch has more examples than there are.
-    """
-    if config.hard_example_pool > len(train.labels):
-        raise UsageError(
-            f"hard_example_pool={config.hard_example_pool} is more than the {len(train.labels)} training examples; "
-            "give --hard_example_pool=0"
-        )
+    """Return the batches of a run over `train`; see `Batches`."""
     return Batches(train, config.examples_drawn, config.seed, config.flip, rows, bool(config.augment))
 
 

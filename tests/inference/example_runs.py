@@ -52,10 +52,6 @@ def _environment(recipe, seed, towers):
         "towers": [{"name": f"tower_{k}", "device": f"/CPU:{k}"} for k in range(towers)], "precision": "bfloat16",
         "data_sha256": {"train": "c50e2d9aebe4fd88", "test": "4b43d2e153a74d46"}, "synthetic_data": "",
         "class_names": CLASSES,
-        "variables": [
-            {"name": f"{name}/kernel", "shape": [3, channels], "bytes": 4 * parameters, "device": "/CPU:0"}
-            for name, _, channels, parameters in LAYERS
-        ],
     }  # fmt: skip
 
 
