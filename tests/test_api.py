@@ -146,7 +146,7 @@ def test_settings_are_refused_with_the_sentence_of_the_command_line(settings, me
 
 
 def test_an_error_in_the_run_names_settings_and_no_flags(tmp_path):
-    with pytest.raises(UsageError, match=r"batch_size=1000 is more than the 400 .*; give batch_size=256$"):
+    with pytest.raises(UsageError, match=r"batch_size=1000 is more than the 400 .*; give a smaller batch_size$"):
         cifar_towers.train(train_dir=tmp_path, **SETTINGS | {"batch_size": 1000})
 
 

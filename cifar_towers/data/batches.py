@@ -60,7 +60,7 @@ class Batches:
         own_augmentation: bool = False,
     ):
         if batch_size > (count := len(split.labels)):
-            raise UsageError(f"batch_size={batch_size} is more than the {count} training examples")
+            raise UsageError(f"batch_size={batch_size} is more than the {count} examples; give a smaller --batch_size")
         self.batch_size, self.seed, self.flip = batch_size, seed, flip
         self.steps_per_epoch = count // batch_size
         self._num_examples, (self._first_row, self._num_rows) = count, rows or (0, batch_size)
