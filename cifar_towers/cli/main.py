@@ -55,20 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def call(name: str, flags: Sequence[str]) -> int:
     """Call a program with the flags of its command line; return its exit code, or raise its errors."""
     if name in ("-h", "--help", "--helpfull"):
-        lines = [f"  {name:13} {help_of(program).splitlines()[0]}" for name, (program, _) in PROGRAMS.items()]
+        lines = [f"  {name:13} {str(program.__doc__).splitlines()[0]}" for name, (program, _) in PROGRAMS.items()]
         print(USAGE.format(programs="\n".join(lines)))
         return 0
     if name not in PROGRAMS:
         raise UsageError(f"{name!r} is no program; write: cifar-towers <program>, one of {', '.join(PROGRAMS)}")
     program, config_class = PROGRAMS[name]
-    code = program(parse_command_line(config_class, flags, help_of(program)))
+    code = program(parse_command_line(config_class, flags, inspect.cleandoc(str(program.__doc__))))
     sys.stdout.flush()
     return code or 0
-
-
-def help_of(program: Callable) -> str:
-    """Return the description of a program, which is its docstring."""
-    return inspect.getdoc(program) or ""
 
 
 class StderrHandler(logging.StreamHandler):
@@ -352,17 +347,16 @@ def flag_settings(config_class: type) -> list[dataclasses.Field]:
 def _define(fields: Sequence[dataclasses.Field]) -> absl_flags.FlagValues:
     """Define a flag for each setting, in the help section of its group."""
     values = absl_flags.FlagValues()
-    parsers: dict[Any, absl_flags.ArgumentParser] = {
-        int: absl_flags.IntegerParser(),
-        float: absl_flags.FloatParser(),
-        str: absl_flags.ArgumentParser(),
+    define = {
+        bool: absl_flags.DEFINE_boolean,
+        int: absl_flags.DEFINE_integer,
+        float: absl_flags.DEFINE_float,
+        str: absl_flags.DEFINE_string,
     }
+    field: Any
     for field in fields:
-        text, group = field.metadata["help"], field.metadata["group"]
-        choices = f" ({'|'.join(filter(None, field.metadata['choices']))})" if field.metadata["choices"] else ""
-        if field.type is bool:
-            absl_flags.DEFINE_boolean(field.name, field.default, text, values, module_name=group)
-            continue
-        parser, serializer = parsers[field.type], absl_flags.ArgumentSerializer()
-        absl_flags.DEFINE(parser, field.name, field.default, text + choices, values, serializer, module_name=group)
+        limits = field.metadata
+        choices = f" ({'|'.join(filter(None, limits['choices']))})" if limits["choices"] else ""
+        text = limits["help"] + choices
+        define[field.type](field.name, field.default, text, flag_values=values, module_name=limits["group"])
     return values

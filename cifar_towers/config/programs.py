@@ -11,7 +11,6 @@ from cifar_towers.config.train_config import (
     REST,
     DeviceConfig,
     TrainConfig,
-    names_with,
     parse_numbers,
     setting,
     settings_of,
@@ -24,9 +23,6 @@ RUN_FIELDS = (
     *("images_per_sec", "minutes", "revision"),
 )
 EXPORT_FORMATS = ("saved_model", "keras", "litert", "onnx")
-VARIED = ("strategy", "variable_placement", "num_gpus")  # by the benchmark
-CLUSTER = names_with(TrainConfig, group="Cluster")
-OF_WHOLE_RUNS = ("seeds", "target_accuracy")
 _run, _data, _evaluation = settings_of("Run"), settings_of("Data"), settings_of("Evaluation")
 _export, _table, _launch, _benchmark = map(settings_of, ("Export", "Table", "Launch", "Benchmark"))
 
@@ -154,7 +150,9 @@ class LaunchConfig:
 class BenchmarkConfig:
     """Settings of `cifar-towers benchmark`: a recipe, and how to measure its step."""
 
-    refused: ClassVar[tuple[str, ...]] = (*VARIED, *CLUSTER, *OF_WHOLE_RUNS)  # settings without a flag here
+    refused: ClassVar[tuple[str, ...]] = (  # settings of a training that have no flag here
+        *("strategy", "variable_placement", "num_gpus", "workers", "worker_index", "seeds", "target_accuracy"),
+    )
 
     recipe: TrainConfig = setting(TrainConfig(), RECIPE, "the recipe whose step is measured")
     train_dir: str = _benchmark("", "directory of the results; default: runs/benchmark-<recipe>")
