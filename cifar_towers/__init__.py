@@ -1,6 +1,6 @@
 """CIFAR-10 on towers: synchronous data-parallel training, readable from end to end.
 
-`train`, `evaluate` and `predict` do from Python what the programs do, and `load_run` returns a run in a directory.
+`train`, `evaluate`, `predict` and `export` do from Python what the programs do, and `load_run` returns a run.
 `cifar_towers.towers` is for code of your own.
 
 Import this package before TensorFlow, which reads environment variables when it is imported. The package sets
@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 
-__all__ = ["Run", "evaluate", "load_run", "predict", "train"]
+__all__ = ["Run", "evaluate", "export", "load_run", "predict", "train"]
 __version__ = "0.1.0"
 
 if "tensorflow" not in sys.modules:
@@ -27,5 +27,5 @@ elif "TF_ENABLE_ONEDNN_OPTS" not in os.environ:
         "weights; import cifar_towers first, or set TF_ENABLE_ONEDNN_OPTS=1"
     )
 
-from cifar_towers.api import evaluate, load_run, predict, train  # after the environment is set
-from cifar_towers.inference.run import Run
+from cifar_towers.api import evaluate, export, predict, train  # after the environment is set
+from cifar_towers.inference.run import Run, load_run

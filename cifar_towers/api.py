@@ -19,7 +19,7 @@ from cifar_towers.config.programs import EvaluateConfig, ExportConfig
 from cifar_towers.config.train_config import make_config
 from cifar_towers.errors import Interrupted, UsageError
 from cifar_towers.hardware import tensorflow_imported
-from cifar_towers.inference.run import Run, open_run
+from cifar_towers.inference.run import Run
 from cifar_towers.multi_worker.cluster_spec import Workers
 from cifar_towers.signals import StopSignals
 
@@ -170,15 +170,6 @@ def export(run: Run | Path | str, **settings: Any) -> None:
         from cifar_towers.inference.export import export_model
 
         export_model(config)
-
-
-def load_run(path: Path | str) -> Run:
-    """Return the run in a directory.
-
-    Raises:
-      UsageError: the directory holds no run.
-    """
-    return open_run(path)
 
 
 @contextlib.contextmanager

@@ -59,7 +59,8 @@ def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object]
     Args:
       content: what to write, or a function that writes it to a file.
     """
-    with temporary_beside(path) as temporary:
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")  # always the same, so that killed processes leave only one
+    try:
         with temporary.open("wb") as file:
             if callable(content):
                 content(file)
@@ -68,6 +69,8 @@ def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object]
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     sync(path.parent)
 
 
@@ -86,16 +89,6 @@ def sync(directory: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-@contextlib.contextmanager
-def temporary_beside(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`. A file that is still there at the end is removed."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")  # always the same, so that killed processes leave only one
-    try:
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class BestEffortWrites:

@@ -398,12 +398,6 @@ class TrainConfig(DeviceConfig):
 # Combinations of settings that would silently train something else ----------------------------------------------------
 
 
-def _cluster_settings(config: TrainConfig) -> list[str]:
-    """Return the names of the cluster's settings that are not at their defaults."""
-    names = names_with(TrainConfig, group="Cluster")
-    return [name for name in names if getattr(config, name) != getattr(TrainConfig, name)]
-
-
 def _has_wrong_sizes(config: TrainConfig) -> bool:
     sizes = schedules.ImageSizeSchedule(config.image_size_schedule, config.image_size).points.values
     is_possible = all(size == int(size) and MIN_IMAGE_SIZE <= size <= config.image_size for size in sizes)
@@ -433,7 +427,7 @@ CONFLICTS: tuple[tuple[Callable[[TrainConfig], Any], str], ...] = (  # (conditio
     ),
     (lambda c: not (c.epochs or c.max_steps), "epochs=0 and max_steps=0 leave nothing to do; give one of them"),
     (
-        lambda c: _cluster_settings(c) and c.strategy != "multi_worker",
+        lambda c: c.strategy != "multi_worker" and (c.workers or c.worker_index >= 0),
         "settings of a cluster need --strategy=multi_worker; give it too, or leave them out",
     ),
     (

@@ -100,13 +100,10 @@ def _verified(name: str, images: np.ndarray, labels: np.ndarray) -> Split:
 # The cache ------------------------------------------------------------------------------------------------------------
 
 
-def cache_directory() -> Path:
-    """Return `$XDG_CACHE_HOME/cifar_towers` or `~/.cache/cifar_towers`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cifar_towers"
-
-
 def _cached_file(name: str) -> Path:
-    return cache_directory() / f"cifar10-{name}-{DIGESTS[name][:16]}.npy"
+    """Return the path of a split's copy in `$XDG_CACHE_HOME/cifar_towers` or `~/.cache/cifar_towers`."""
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cifar_towers"
+    return directory / f"cifar10-{name}-{DIGESTS[name][:16]}.npy"
 
 
 def _load_cached(name: str) -> Split | None:

@@ -10,7 +10,7 @@ from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_checkpo
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import names_with
 from cifar_towers.evaluation.score import score_name
-from cifar_towers.inference.run import Run, open_run
+from cifar_towers.inference.run import Run, load_run
 from cifar_towers.inference.runs import flatten
 
 # Settings that differ between any two runs and do not change what is trained.
@@ -33,7 +33,7 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, str]:
     Raises:
       UsageError: one of them is not a run's directory. DataError: a file or checkpoint that both have is damaged.
     """
-    runs = open_run(one), open_run(other)
+    runs = load_run(one), load_run(other)
     settings = _describe_changes("settings", *(run.config for run in runs))
     settings += _describe_changes("environments", *(run.environment for run in runs))
     compared = [

@@ -13,7 +13,7 @@ from cifar_towers.config.programs import ExportConfig
 from cifar_towers.data import sources
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.inference.predict import TrainedModel
-from cifar_towers.inference.run import open_run
+from cifar_towers.inference.run import load_run
 from cifar_towers.models.layers import Activation, BatchNorm, Conv2D, LocalResponseNorm, PadChannels
 from cifar_towers.models.speednet import Whitening
 
@@ -34,7 +34,7 @@ def export_model(config: ExportConfig) -> None:
       UsageError: there is no such run, or `out` exists. DataError: there are no data to check on.
       RunError: the exported model does not agree with the checkpoint.
     """
-    out = Path(config.out) if config.out else open_run(config.train_dir).directory / "export" / config.format
+    out = Path(config.out) if config.out else load_run(config.train_dir).directory / "export" / config.format
     if out.exists():
         raise UsageError(f"{out} exists; move it away, or give another --out")
     trained = TrainedModel(config)

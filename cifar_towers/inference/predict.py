@@ -18,7 +18,7 @@ from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import to_json
 from cifar_towers.hardware import choose_precision
-from cifar_towers.inference.run import open_run
+from cifar_towers.inference.run import load_run
 from cifar_towers.towers.keras_parallel import variable_values
 from cifar_towers.training import build
 
@@ -47,7 +47,7 @@ class TrainedModel:
     """
 
     def __init__(self, config: TrainedRunConfig):
-        self.run = open_run(config.train_dir)
+        self.run = load_run(config.train_dir)
         checkpoint = find_checkpoint(self.run.directory, config.step)
         settings = TrainConfig(**self.run.config)
         if settings.user_model and not config.model:

@@ -23,7 +23,7 @@ RUNNING, DONE, STOPPED = "running", "done", "stopped"
 PER_RUN = names_with(TrainConfig, per_run=True)  # settings that may differ between the runs of a group
 
 
-def open_run(directory: Path | str, name: str = "") -> "Run":
+def load_run(directory: Path | str, name: str = "") -> "Run":
     """Return the run in a directory, called `name` in tables.
 
     Raises:

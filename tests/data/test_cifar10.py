@@ -84,7 +84,7 @@ def decoded(monkeypatch, small):
 
 
 def files():
-    return sorted(cifar10.cache_directory().iterdir())
+    return sorted(cifar10._cached_file("test").parent.iterdir())
 
 
 def are_verified(splits):
