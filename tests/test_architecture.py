@@ -123,15 +123,16 @@ def test_no_import_of_the_package_is_inside_a_function():
 
 # The most lines that each folder may have, and the package as a whole. Whoever needs more finds what can go.
 MAX_LINES = {
-    "benchmark": 0, "checkpointing": 0, "cli": 0, "config": 0, "data": 0, "evaluation": 0, "inference": 0, "models": 0,
-    "multi_worker": 0, "reporting": 0, "towers": 0, "trainer": 0, "training": 0, "other modules": 0, "together": 10_500,
+    "benchmark": 300, "checkpointing": 320, "cli": 400, "config": 810, "data": 1_200, "evaluation": 240,
+    "inference": 1_180, "models": 980, "multi_worker": 480, "reporting": 970, "towers": 1_160, "trainer": 450,
+    "training": 1_590, "other modules": 820, "together": 10_500,
 }  # fmt: skip
 MAX_MODULES = 75
 
 
 def test_folders_keep_to_their_budget_of_lines():
     lines = dict.fromkeys(MAX_LINES, 0)
-    for name, source in MODULES.items():
+    for name, source in [*MODULES.items(), ("", (ROOT / PACKAGE / "__init__.py").read_text())]:
         for key in (folder(name) if folder(name) in MAX_LINES else "other modules", "together"):
             lines[key] += len(source.splitlines())
     assert {key: (lines[key], MAX_LINES[key]) for key in lines if lines[key] > MAX_LINES[key]} == {}
