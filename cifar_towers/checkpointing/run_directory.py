@@ -50,7 +50,6 @@ class RunDirectory:
         self.failed_saves = saved[1]["failed_saves"] if saved else 0
         self._saved_step = saved[1]["step"] if saved else None
         self._save_seconds, self._last_save = 0.0, time.monotonic()
-        self._must_clear = config.overwrite
 
     def stored_result(self) -> dict[str, Any] | None:
         """Return the result of a run that is at its last step or its target; otherwise None."""
@@ -63,9 +62,8 @@ class RunDirectory:
         return result if result["step"] == metadata["step"] and (at_end or at_target) else None
 
     def clear(self) -> None:
-        """With `overwrite`, remove what the run wrote before, and nothing else; later calls do nothing."""
-        if self._must_clear:
-            self._must_clear = False
+        """With `overwrite`, remove what the run wrote before, and nothing else."""
+        if self._config.overwrite:
             files.remove_run(self.path)
 
     def should_save(self, step: int, evaluated: bool) -> bool:

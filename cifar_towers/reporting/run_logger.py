@@ -347,13 +347,9 @@ class Callbacks:
     Args:
       callbacks: objects with any of `on_start(run)`, `on_step(step, metrics)`, `on_evaluation(step, evaluation)` and
         `on_end(run)`. An object without `on_step` that can be called is an `on_step`.
-      run: the argument of `on_start` and `on_end`.
 
     Attributes:
       error: the first error in a callback. The run raises it once its step is saved.
-
-    Raises:
-      UsageError: an object has none of the methods and cannot be called.
     """
 
     METHODS = ("on_start", "on_step", "on_evaluation", "on_end")
@@ -401,8 +397,7 @@ class Callbacks:
                 self._call(callback, name, *copy.deepcopy(arguments))  # which a callback may change
 
     def _call(self, callback: Any, name: str, *arguments: Any) -> None:
-        is_function = name == "on_step" and callable(callback)
-        method = getattr(callback, name, callback if is_function else None)
+        method = getattr(callback, name, callback if name == "on_step" and callable(callback) else None)
         try:
             if method:
                 method(*arguments)

@@ -53,12 +53,17 @@ def setup_devices(
     Raises:
       UsageError: the machine cannot have the towers, or they cannot share the batch evenly.
     """
+    num_devices = len(tf.config.get_visible_devices("GPU")) or CPU_TOWERS_BY_DEFAULT
+    fitting, why = config.default_num_towers(num_devices)
+    strategy, num_towers = None, 0
     if cluster:
-        strategy, towers = make_multi_worker_strategy(
-            cluster.addresses, cluster.index, config.num_gpus, **_device_options(config)
-        )
+        options = _device_options(config)
+        strategy, towers = make_multi_worker_strategy(cluster.addresses, cluster.index, config.num_gpus, **options)
     else:
-        strategy, towers = None, setup_towers(config, _choose_num_towers(config))
+        if not config.num_gpus and fitting < num_devices:
+            log.info(f"{fitting} of {num_devices} towers: {why}")
+            num_towers = fitting
+        towers = setup_towers(config, num_towers)
     config.check_shares(len(towers))
     return strategy, towers
 
@@ -73,16 +78,6 @@ def setup_towers(config: DeviceConfig, num_towers: int = 0) -> list[Tower]:
         return make_towers(num_towers or config.num_gpus, **_device_options(config))
     except (ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from error
-
-
-def _choose_num_towers(config: TrainConfig) -> int:
-    """Return the number of towers to request; 0: one per device. Log the reason if the batch limits the number."""
-    num_devices = len(tf.config.get_visible_devices("GPU")) or CPU_TOWERS_BY_DEFAULT
-    fitting, why = config.default_num_towers(num_devices)
-    if config.num_gpus or fitting == num_devices:
-        return config.num_gpus
-    log.info(f"{fitting} of {num_devices} towers: {why}")
-    return fitting
 
 
 def _device_options(config: DeviceConfig) -> dict[str, Any]:

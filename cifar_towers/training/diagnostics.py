@@ -120,7 +120,7 @@ class Health:
         self.skipped_steps = self.skipped_in_a_row = 0
 
     def metadata(self) -> dict[str, int]:
-        """Return the counts that checkpoints store."""
+        """Return the counts, which checkpoints store."""
         return {"skipped_steps": self.skipped_steps, "skipped_in_a_row": self.skipped_in_a_row}
 
     def restore(self, metadata: Mapping[str, Any]) -> None:
