@@ -75,19 +75,17 @@ def is_prepared(directory: Path) -> bool:
 def _decode(name: str, data_dir: str) -> Split:
     """Decode a split of the copy that TFDS prepared, of CIFAR-10's own files or else of a download; then cache it."""
     directory = tfds_directory(data_dir)
-    copies = [] if is_prepared(directory) else _find_copies(data_dir)
+    for copy in [] if is_prepared(directory) else _find_copies(data_dir):
+        try:
+            return _save_to_cache(name, _verified(name, *_read_copy(copy, name)))
+        except Exception as error:  # e.g. of an archive that is half downloaded
+            log.warning("%s is not used: %s", copy, error_line(error))
     try:
-        if copies:
-            split = _verified(name, *_read_copy(copies[0], name))
-        else:
-            stored = tfds_source.load(BUILDER.replace("/", ":"), directory, 32, [name])[name]
-            split = _verified(name, stored.images, stored.labels)
-    except Exception as error:  # of an archive that is half downloaded, for example
-        place = copies[0] if copies else directory / BUILDER
-        hint = f"delete {place}" if place.exists() else f"put {ARCHIVE} into {directory}"
+        stored = tfds_source.load(BUILDER.replace("/", ":"), directory, 32, [name])[name]
+        return _save_to_cache(name, _verified(name, stored.images, stored.labels))
+    except Exception as error:
+        hint = f"delete {directory / BUILDER}" if is_prepared(directory) else f"put {ARCHIVE} into {directory}"
         raise DataError(f"CIFAR-10's {name} split: {error_text(error, 400)}; {hint}") from error
-    _save_to_cache(name, split)
-    return split
 
 
 def _verified(name: str, images: np.ndarray, labels: np.ndarray) -> Split:
@@ -122,8 +120,8 @@ def _load_cached(name: str) -> Split | None:
         return None
 
 
-def _save_to_cache(name: str, split: Split) -> None:
-    """Write a split so that no process reads half of it. Only log a failure."""
+def _save_to_cache(name: str, split: Split) -> Split:
+    """Write a split so that no process reads half of it, and return it. Only log a failure."""
     path = _cached_file(name)
 
     def write(file: IO[bytes]) -> None:
@@ -135,6 +133,7 @@ def _save_to_cache(name: str, split: Split) -> None:
         files.write_whole(path, write)
     except OSError as error:
         log.info("CIFAR-10 %s cannot be cached (%s); the next start decodes it again", name, error_text(error))
+    return split
 
 
 # CIFAR-10's own files -------------------------------------------------------------------------------------------------
