@@ -133,6 +133,7 @@ def test_a_run_with_only_damaged_checkpoints_is_refused(config):
     [
         (lambda path: path.write_text(""), "train_dir=.*run cannot be written: File exists"),
         (lambda path: (path / "photos").mkdir(parents=True), "train_dir=.*run holds photos, which is of no run"),
+        (lambda path: (path / "checkpoints/step-00000001").mkdir(parents=True), "run of an earlier format"),
         (lambda path: (path.mkdir(), (path / "result.json").write_text("{}")), "holds the result of a run, and no"),
     ],
 )
