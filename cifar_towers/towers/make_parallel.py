@@ -34,7 +34,7 @@ def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **t
       The structure that `fn` returns, with tensors [B, ...].
 
     Raises:
-      ValueError: an output has not one row for each example of the shard.
+      ValueError: there are no towers, or an output has not one row for each example of the shard.
     """
     tensors = tf.nest.map_structure(tf.convert_to_tensor, tensors)
     outputs, sizes = run_on_any_batch(
@@ -109,7 +109,9 @@ def join_outputs(structures: Sequence[Any], sizes: Sequence[int | tf.Tensor]) ->
 
 
 def as_towers(towers: int | Sequence[Tower]) -> list[Tower]:
-    """Return so many towers for a number, otherwise the towers themselves."""
+    """Return so many towers for a number, otherwise the towers themselves; raise a ValueError if there are none."""
+    if not towers or (isinstance(towers, int) and towers < 0):
+        raise ValueError(f"{towers} is no number of towers to run on; give one or more")
     return make_towers(towers, soft_placement=None) if isinstance(towers, int) else list(towers)
 
 

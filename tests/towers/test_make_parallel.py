@@ -552,3 +552,9 @@ def test_map_on_towers_raises_errors_of_the_function(towers):
     assert [list(next(results).numpy()) for _ in range(2)] == [[0, 1], [2, 3]]
     with pytest.raises(tf.errors.InvalidArgumentError, match="too large a number"):
         next(results)
+
+
+@pytest.mark.parametrize("num_towers", [0, -1, []])
+def test_no_towers_are_refused(towers, num_towers):
+    with pytest.raises(ValueError, match="no number of towers to run on"):
+        make_parallel(tf.abs, num_towers, x=tf.ones(2))
