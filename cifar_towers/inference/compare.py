@@ -93,7 +93,7 @@ def _compare_checkpoints(*runs: Run) -> Finding | None:
         if unmatched := sorted({key for key, *_ in shapes ^ other_shapes}):
             return False, f"weights: from {name}: other variables, among them {', '.join(unmatched[:3])}"
         distances = {  # the largest difference over the largest value
-            key: np.abs(value.astype(np.float64) - theirs[key]).max() / max(np.abs(value).max(), 1e-300)
+            key: np.abs(value.astype(np.float64) - theirs[key]).max() / max(float(np.abs(value).max()), 1e-300)
             for key, value in ours.items()
             if value.tobytes() != theirs[key].tobytes()  # -0.0 differs from 0.0
         }

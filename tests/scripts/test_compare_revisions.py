@@ -74,7 +74,7 @@ def test_equal_runs_are_the_same_nan_included(write_run, compare):
             {"losses": (2.5, 2.2500002, 1.0), "biases": (1.0, 0.5, -0.0)},
             {
                 "losses: from step 2: loss 2.25 and 2.2500002 (same until step 1)",
-                "weights: from step-3.npz: 1 of 3 variables; largest relative differences: bias (4.9e-324)",
+                "weights: from step-3.npz: 1 of 3 variables; largest relative differences: bias (0.0e+00)",
             },
         ),
         (
@@ -89,11 +89,11 @@ def test_equal_runs_are_the_same_nan_included(write_run, compare):
         ),
         (
             {"scale": np.array([0, 0])},
-            {"weights: from step-1.npz: 1 of 3 variables; largest relative differences: scale (inf)"},
+            {"weights: from step-1.npz: other variables, among them scale"},
         ),
         (
             {"scale": np.zeros((1, 2), "f4")},
-            {"weights: from step-1.npz: 1 of 3 variables; largest relative differences: scale (inf)"},
+            {"weights: from step-1.npz: other variables, among them scale"},
         ),
         ({"sha256": "beef"}, {"weights after step 3: sha256 f00d and beef"}),
     ],
