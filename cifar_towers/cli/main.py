@@ -17,6 +17,7 @@ from cifar_towers.config import TrainConfig, parse_numbers, programs
 from cifar_towers.config.train_config import RECIPE, REST, Config, make_config, names_with, recipe_names
 from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError, error_line
 from cifar_towers.hardware import tensorflow_imported
+from cifar_towers.inference.run import load_run
 from cifar_towers.multi_worker import cluster_spec, launcher
 from cifar_towers.multi_worker.cluster_spec import Workers
 from cifar_towers.signals import StopSignals
@@ -61,7 +62,10 @@ def call(name: str, flags: Sequence[str]) -> int:
     if name not in PROGRAMS:
         raise UsageError(f"{name!r} is no program; write: cifar-towers <program>, one of {', '.join(PROGRAMS)}")
     program, config_class = PROGRAMS[name]
-    code = program(parse_command_line(config_class, flags, inspect.cleandoc(str(program.__doc__))))
+    config: Any = parse_command_line(config_class, flags, inspect.cleandoc(str(program.__doc__)))
+    if isinstance(config, programs.TrainedRunConfig):
+        load_run(config.train_dir)  # is refused before TensorFlow is imported
+    code = program(config)
     sys.stdout.flush()
     return code or 0
 

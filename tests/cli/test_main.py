@@ -68,6 +68,7 @@ def test_help_imports_nothing_slow(flags):
         ("train", ["--batch_sise=3"], 2, "Did you mean: batch_size"),
         pytest.param("train", [*TOO_LARGE_BATCH, "--train_dir={}"], 2, "more than the 10000", marks=SLOW),
         ("predict", ["picture.png"], 2, "which run? give --train_dir"),
+        ("predict", ["--train_dir=runs/nowhere", "picture.png"], 2, "runs/nowhere is not the directory of a run"),
         ("train", ["--dataset=folder:nowhere"], 3, "No such file or directory"),
         ("train", ["--dataset=mnits"], 3, "Dataset mnits not found."),
         ("launch", ["speed94"], 2, "'speed94' is not a flag; settings are given as --name=value; --help lists them"),
