@@ -98,7 +98,7 @@ def test_two_workers_train_as_two_towers(flags, tmp_path):
 @pytest.mark.slow
 def test_two_workers_have_the_same_bits_as_two_towers(flags, tmp_path):
     output = run_all(tmp_path / "workers", *flags, workers=2)
-    assert lines_with(output, "2 towers", "12 images", "2 workers") and "written to" in output
+    assert lines_with(output, "2 towers", "12 images", "strategy multi_worker") and "written to" in output
     run_all(tmp_path / "towers", *flags, "--num_gpus=2")
     assert weights(tmp_path / "workers") == weights(tmp_path / "towers")
     assert_same_variables(tmp_path / "workers", tmp_path / "towers")
