@@ -375,16 +375,16 @@ class TrainConfig(DeviceConfig):
 
     def check_shares(self, num_devices: int) -> None:
         """Check that the towers on this many devices, and their micro-batches, can share a batch."""
-        if uneven := self.describe_uneven_shares(self.num_towers(num_devices)):
+        if uneven := self._describe_uneven_shares(self.num_towers(num_devices)):
             raise UsageError(uneven)
 
     def default_num_towers(self, num_devices: int) -> tuple[int, str]:
         """Return (the largest number of towers that can share a batch, the reason if it is below `num_devices`)."""
-        reason = self.describe_uneven_shares(num_devices)
-        even = [towers for towers in range(1, num_devices) if not self.describe_uneven_shares(towers)]
+        reason = self._describe_uneven_shares(num_devices)
+        even = [towers for towers in range(1, num_devices) if not self._describe_uneven_shares(towers)]
         return (even[-1], reason) if reason and even and self.strategy != "stages" else (num_devices, "")
 
-    def describe_uneven_shares(self, num_towers: int) -> str:
+    def _describe_uneven_shares(self, num_towers: int) -> str:
         """Return an error message with the nearest sizes if the batch cannot be divided evenly; otherwise empty."""
         shares = num_towers * self.micro_batches
         parts = f" in {self.micro_batches} micro-batches each" if self.micro_batches > 1 else ""

@@ -107,7 +107,7 @@ class Run:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """What runs of one group have in common: settings except the seed, precision, number of towers, and data."""
+        """The settings that repetitions of one experiment share, with precision, number of towers and data digests."""
         settings = {name: value for name, value in self.config.items() if name not in PER_RUN}
         environment = self.environment
         data = {f"{split}_data": digest[:12] for split, digest in environment.get("data_sha256", {}).items()}

@@ -53,7 +53,7 @@ EVALUATED = ("accuracy", "loss", "ece")  # keys of an evaluation's record, and b
 
 @dataclasses.dataclass(frozen=True)
 class RunSetup:
-    """What a run is made from: settings, data, devices, workers, length and clock. It is made once."""
+    """The parts that a run is made from: settings, data, devices, workers, length and clock. It is made once."""
 
     config: TrainConfig
     dataset: Dataset
