@@ -3,6 +3,8 @@
 Position, size, rotation, colors and noise are random.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from cifar_towers.data.dataset import DatasetInfo, Split
@@ -22,27 +24,29 @@ def make(count: int, seed: int, stream: int) -> Split:
     """Return `count` examples, balanced over the classes, in random order. Other streams give other examples."""
     random = np.random.Generator(np.random.Philox(key=[seed, stream]))
     labels = random.permutation(np.arange(count) % len(CLASSES)).astype(np.int64)
-    shape, texture = labels % len(SHAPES), labels // len(SHAPES)
-    u, v = _rotated_grid(random, count)
-    inside = np.choose(shape[:, None, None], _shapes(u, v))
-    wave = random.uniform(7, 10, (count, 1, 1)).astype("f4")
-    stripes = np.sin(wave * u) > 0
-    marks = np.where(texture[:, None, None] == 0, stripes, stripes ^ (np.sin(wave * v) > 0))
-    figure, mark, background = _colors(random, count)
-    painted = np.where(marks[..., None], mark, figure)
-    images = np.where(inside[..., None], painted, background)
-    images += random.normal(0, 12, (count, IMAGE_SIZE, IMAGE_SIZE, 3)).astype("f4")
-    return Split(np.clip(images, 0, 255).astype(np.uint8), labels, DatasetInfo(CLASSES))
+    ranges = ((12, 20), (12, 20), (7, 11), (-0.5, 0.5), (7, 10))  # center, radius, angle and frequency of a figure
+    figures = [random.uniform(low, high, (count, 1, 1)).astype("f4") for low, high in ranges]
+    colors = _colors(random, count)
+    images = np.empty((count, IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
+    for start in range(0, count, 500):  # what stays in the processor's cache takes half the time
+        part = slice(start, start + 500)
+        painted = _paint(labels[part], [values[part] for values in figures], colors[part])
+        painted += random.normal(0, 12, painted.shape).astype("f4")
+        images[part] = np.clip(painted, 0, 255)
+    return Split(images, labels, DatasetInfo(CLASSES))
 
 
-def _rotated_grid(random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return each pixel's coordinates u and v, [count, 32, 32], in the rotated frame of a figure of radius 1."""
-    center = random.uniform(12, 20, (2, count, 1, 1)).astype("f4")
-    radius = random.uniform(7, 11, (count, 1, 1)).astype("f4")
-    angle = random.uniform(-0.5, 0.5, (count, 1, 1)).astype("f4")
+def _paint(labels: np.ndarray, figure: Sequence[np.ndarray], colors: np.ndarray) -> np.ndarray:
+    """Return figures on their backgrounds, [n, 32, 32, 3]. A figure is drawn from the values that `make` draws."""
+    y0, x0, radius, angle, frequency = figure
     y, x = np.mgrid[:IMAGE_SIZE, :IMAGE_SIZE].astype("f4")
-    y, x = (y - center[0]) / radius, (x - center[1]) / radius
-    return x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
+    y, x = (y - y0) / radius, (x - x0) / radius
+    u, v = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)  # in the figure's own frame
+    texture, shape = np.divmod(labels[:, None, None], len(SHAPES))
+    stripes = np.sin(frequency * u) > 0
+    marks = stripes ^ ((np.sin(frequency * v) > 0) & (texture == 1))
+    layer = np.where(np.choose(shape, _shapes(u, v)), marks, 2)
+    return colors[np.arange(len(labels))[:, None, None], layer]
 
 
 def _shapes(u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -58,9 +62,10 @@ def _shapes(u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
     )
 
 
-def _colors(random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return three different colors per image, [count, 1, 1, 3] each: figure, marks on the figure, background."""
-    background = random.uniform(60, 195, (count, 1, 1, 3)).astype("f4")
+def _colors(random: np.random.Generator, count: int) -> np.ndarray:
+    """Return three different colors per image, [count, 3, 3]: figure, marks on the figure, background."""
+    background = random.uniform(60, 195, (count, 3)).astype("f4")
     direction = np.where(background > 127, -1, 1)
     figure = background + direction * random.uniform(30, 60, background.shape).astype("f4")
-    return figure, figure + direction * random.uniform(40, 80, background.shape).astype("f4"), background
+    marks = figure + direction * random.uniform(40, 80, background.shape).astype("f4")
+    return np.stack([figure, marks, background], 1)

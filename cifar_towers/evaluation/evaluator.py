@@ -82,14 +82,14 @@ def make_classify_fn(
     """
 
     def on_tower(tta: int, weights: Values, non_trainable: Values, tower: Tower, shard: list) -> tuple:
-        images = augmentation.evaluate(shard[0])
-        plain, augmented = None, 0.0
-        for share, view in tta_views(images, tta):
-            logits = tf.cast(model.stateless_call(weights, non_trainable, view, training=False)[0], tf.float32)
-            if plain is None:  # the first view is the image itself
-                plain = logits
-            augmented += share * logits
-        return plain, augmented
+        shares, views = zip(*tta_views(augmentation.evaluate(shard[0]), tta), strict=True)
+
+        def classify_view(view: tf.Tensor) -> tf.Tensor:
+            return tf.cast(model.stateless_call(weights, non_trainable, view, training=False)[0], tf.float32)
+
+        # A loop: the net is traced and optimized once, not once for each view. The first view is the image itself.
+        logits = tf.unstack(tf.map_fn(classify_view, tf.stack(views), fn_output_signature=tf.float32), len(views))
+        return logits[0], sum(share * each for share, each in zip(shares, logits, strict=True))
 
     @tf.function(autograph=False)
     def on_towers(images: tf.Tensor, weights: Values, non_trainable: Values, tta: int) -> list[tf.Tensor]:
