@@ -119,7 +119,7 @@ def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
 
     Returns:
       `accuracy` in [0, 1], both ends of its 95 % confidence interval (`interval95`), `loss` (mean cross entropy, nats:
-      the NLL), the calibration as `ece` and `reliability` (see docs/tracking.md), `count` (images), `per_class`
+      the NLL), the calibration as `ece` and `reliability` (see docs/reference.md), `count` (images), `per_class`
       (accuracy by class name, NaN without examples), `confusion` [C, C] (images by true class and by prediction), and
       what was evaluated. For corrupted images, `accuracy`, `loss` and `ece` are tables.
 

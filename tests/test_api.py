@@ -200,9 +200,9 @@ def test_a_changed_file_of_the_users_is_read_and_named(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_documented_example(tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parents[1] / "docs/python.md").read_text()
+    page = (Path(__file__).parents[1] / "docs/training.md").read_text()
     monkeypatch.chdir(tmp_path)
     scope = {}
-    exec(page.split("```")[1], scope)
+    exec(page.split("```python\n")[1].split("```")[0], scope)
     last = scope["run"].history[-1]
     assert scope["losses"][last["step"]] == last["loss"] and 0 <= float(capsys.readouterr().out.split()[-1]) <= 1

@@ -1,4 +1,4 @@
-"""The commands of docs/training.md, your-own.md and inference.md: parsed with their files at hand, and run if quick."""
+"""The commands of docs/: parsed with their files at hand, and run if quick."""
 
 import builtins
 import glob
@@ -21,12 +21,12 @@ from tests.test_makefile import make
 from tests.test_readme import CONFIGS
 
 ROOT = Path(__file__).parents[1]
-PAGES = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("training", "your-own", "inference", "python")}
+PAGES = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("training", "your-own", "inference")}
 BLOCKS = [block for page in PAGES.values() for block in re.findall(r"^```\w*\n(.*?)^```", page, re.S | re.M)]
 COMMANDS = [line for block in BLOCKS for line in block.splitlines() if re.match("(cifar-towers|make) ", line)]
-TRAINED = [line for line in COMMANDS if re.search(r"-towers train .*(mine\.py|photos|labels|arrays|init_from)", line)]
-OWN_NET = [line for line in COMMANDS if re.search(r"mynets\.py", line)]  # train, predict, evaluate
-USES = r"^(cifar-towers|make) (evaluate|predict|runs)\b(?!.*(cifar10_|mynets))"  # no download, no large net
+TRAINED = [line for line in COMMANDS if re.search(r"-towers train .*((mine|mixup)\.py|photos|labels|arrays|init_from)", line)]
+OWN_NET = [line for line in COMMANDS if re.search(r"mobilenet\.py", line)]  # train, predict, evaluate
+USES = r"^(cifar-towers|make) (evaluate|predict|runs)\b(?!.*(cifar10_|mobilenet))"  # no download, no large net
 USED = [line for line in COMMANDS if re.search(USES, line)]
 EXPORTS = [line for line in COMMANDS if re.search("^(cifar-towers|make) export", line)]
 ONE_STEP = ["--max_steps=1", "--tta=0", "--precision=float32"]
@@ -42,9 +42,9 @@ def work(tmp_path_factory, small_folder):
     """Make a directory with the files that the commands name, except `runs/`."""
     place = tmp_path_factory.mktemp("work")
     (place / "mypackage").mkdir()
-    for path in ("mynets.py", "mypackage/nets.py"):
-        (place / path).write_text(python_block("net"))
-    (place / "mine.py").write_text(python_block("mixup") + python_block("brier"))
+    shutil.copytree(ROOT / "examples", place / "examples")
+    shutil.copy(ROOT / "examples/mobilenet.py", place / "mypackage/nets.py")
+    (place / "mine.py").write_text(python_block("brier"))
     (place / "mine.cfg").write_text("--model=speednet93\n--epochs=1\n")
     photos = shutil.copytree(small_folder.removeprefix("folder:"), place / "photos")
     pictures = sorted(photos.glob("*/*/*.png"))

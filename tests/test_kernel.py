@@ -1,4 +1,4 @@
-"""The package in a notebook: docs/python.md's example in a real Jupyter kernel, and what its cells show."""
+"""The package in a notebook: docs/training.md's example in a real Jupyter kernel, and what its cells show."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 from tests.configs import TINY_NET
 
 ROOT = Path(__file__).parents[1]
-EXAMPLE = (ROOT / "docs/python.md").read_text().split("```")[1]
+EXAMPLE = (ROOT / "docs/training.md").read_text().split("```python\n")[1].split("```")[0]
 DEFINITIONS, TRAIN, RESULT = re.split(r"^(run = cifar_towers.train.*\n)", EXAMPLE, maxsplit=1, flags=re.M)
 TINY = (
     f"model={TINY_NET!r}, dataset='synthetic', shift=0, batch_size=500, precision='float32', tta=0, max_steps=4, "

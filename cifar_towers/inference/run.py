@@ -38,7 +38,7 @@ def load_run(directory: Path | str, name: str = "") -> "Run":
 class Run:
     """A run in a directory, finished or not. Its files are read when they are asked for; a missing one is empty.
 
-    docs/tracking.md lists the keys and units of its records.
+    docs/reference.md lists the keys and units of its records.
 
     Attributes:
       directory: path of the directory of the run.

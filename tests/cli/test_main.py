@@ -100,7 +100,7 @@ def test_docs_list_the_exit_codes_of_the_help_text(capsys):
     listed = dict(re.findall(r"(\d+(?:/\d+)*) ([a-z ]+)[,.]", capsys.readouterr().out.partition("Exit codes:")[2]))
     errors = {str(error.exit_code) for error in (RunError, UsageError, DataError, DivergedError, WorkerLostError)}
     assert set(listed) == {"0", *errors, "130/138/143"}
-    rows = re.findall(r"^\| ([\d, ]+) \|", (ROOT / "docs/training.md").read_text(), re.M)
+    rows = re.findall(r"^\| ([\d, ]+) \|", (ROOT / "docs/reference.md").read_text(), re.M)
     assert {row.strip().replace(", ", "/") for row in rows} >= set(listed)
 
 

@@ -25,7 +25,7 @@ MODULES = ("saving", "damage", "data_damage", "fulldisk", "nan_injection", "leak
 def main() -> int:
     """Exit code 0 if no trial of ours failed, else 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.split("\n")[0])
-    parser.add_argument("--long", action="store_true", help="as many trials as in docs/faults.md (hours)")
+    parser.add_argument("--long", action="store_true", help="as many trials as in docs/robustness.md (hours)")
     parser.add_argument("--only", default="", help="regular expression on the names of experiments")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/faults"))
