@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -114,6 +115,7 @@ def train_seeds(config: TrainConfig) -> None:
     from cifar_towers.evaluation.score import score_name
     from cifar_towers.inference.runs import Sample
     from cifar_towers.reporting.phase_timer import training_seconds
+    from cifar_towers.reporting.run_logger import program
 
     runs = [api.locate_data(config.of_seed(seed)) for seed in parse_numbers("seeds", config.seeds)]
     for _, run in runs if config.overwrite else []:  # all at once: a later start without it resumes them
@@ -138,6 +140,8 @@ def train_seeds(config: TrainConfig) -> None:
     print(f"{config.name}, seeds {config.seeds.replace(',', ', ')}: {len(results)} of {len(runs)} finished")
     for name, values in accuracies.items():
         print(f"accuracy, {name}: {Sample.of(values).describe_percent()}")
+    directories = [config.train_dir] if config.train_dir else [str(run.directory) for _, run in runs]
+    print(f"next: {shlex.join([program('cifar-towers'), 'report', *directories])}")
     if diverged:
         raise DivergedError("; ".join(diverged))
 

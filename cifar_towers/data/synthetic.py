@@ -26,7 +26,11 @@ def make(count: int, seed: int, stream: int) -> Split:
     labels = random.permutation(np.arange(count) % len(CLASSES)).astype(np.int64)
     ranges = ((12, 20), (12, 20), (7, 11), (-0.5, 0.5), (7, 10))  # center, radius, angle and frequency of a figure
     figures = [random.uniform(low, high, (count, 1, 1)).astype("f4") for low, high in ranges]
-    colors = _colors(random, count)
+    background = random.uniform(60, 195, (count, 3)).astype("f4")
+    direction = np.where(background > 127, -1, 1)
+    fill = background + direction * random.uniform(30, 60, background.shape).astype("f4")
+    marks = fill + direction * random.uniform(40, 80, background.shape).astype("f4")
+    colors = np.stack([fill, marks, background], 1)  # [count, 3, 3]
     images = np.empty((count, IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
     for start in range(0, count, 500):  # what stays in the processor's cache takes half the time
         part = slice(start, start + 500)
@@ -60,12 +64,3 @@ def _shapes(u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
         (square < 1) & (np.minimum(abs(u), abs(v)) < 0.33),
         (distance < 1) & (distance > 0.55),
     )
-
-
-def _colors(random: np.random.Generator, count: int) -> np.ndarray:
-    """Return three different colors per image, [count, 3, 3]: figure, marks on the figure, background."""
-    background = random.uniform(60, 195, (count, 3)).astype("f4")
-    direction = np.where(background > 127, -1, 1)
-    figure = background + direction * random.uniform(30, 60, background.shape).astype("f4")
-    marks = figure + direction * random.uniform(40, 80, background.shape).astype("f4")
-    return np.stack([figure, marks, background], 1)

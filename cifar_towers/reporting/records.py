@@ -39,11 +39,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def format_number(value: float | None, spec: str) -> str:
-    """Return a number as text, or `-` for None. JSON files hold `null` for unknown and non-finite numbers.
-
-    >>> format_number(0.9415, ".2f"), format_number(None, ".2f")
-    ('0.94', '-')
-    """
+    """Return a number as text, or `-` for None. JSON files hold `null` for unknown and non-finite numbers."""
     return "-" if value is None else format(value, spec)
 
 

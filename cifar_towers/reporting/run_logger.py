@@ -448,13 +448,17 @@ def next_commands(config: TrainConfig, banner: str) -> list[str]:
     run = [f"--train_dir={config.directory}", *([f"--model={config.model}"] if config.user_model else [])]
     data = [f"--dataset={config.dataset}"] if split_path(config.dataset)[0] else []  # where it is now
     data += [f"--data_dir={config.data_dir}"] if config.data_dir and not banner else []
-    place = "" if shutil.which("cifar-towers") else f"{os.path.relpath(Path(sys.executable).parent)}/"
     commands = (
-        [f"{place}tensorboard", f"--logdir={config.directory}"],
-        [f"{place}cifar-towers", "evaluate", *run, *data],
-        [f"{place}cifar-towers", "predict", *run, "picture.jpg"],
+        [program("tensorboard"), f"--logdir={config.directory}"],
+        [program("cifar-towers"), "evaluate", *run, *data],
+        [program("cifar-towers"), "predict", *run, "picture.jpg"],
     )
     return [shlex.join(words) for words in commands]
+
+
+def program(name: str) -> str:
+    """Return what to type for a program of this environment: its name, or its path if the shell does not find it."""
+    return name if shutil.which(name) else os.path.join(os.path.relpath(Path(sys.executable).parent), name)
 
 
 def memory_usage(towers: Sequence[Tower]) -> dict[str, float]:
