@@ -34,7 +34,8 @@ class Momentum:
     def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
         variable, direction = self.variables[index], gradient
         if self.weight_decay:
-            direction += self.weight_decay * variable
+            # minus, as TensorFlow makes an AddN of three summands, in an order that depends on what is ready first
+            direction -= -self.weight_decay * variable
         updates: Updates = []
         if self.momentum:
             buffer = self.slots["momentum"][index]
