@@ -40,20 +40,6 @@ def regularized(image_size, num_classes):
     return plain(image_size, num_classes, keras.regularizers.L2(1e-3))
 
 
-class OwnNorm(layers.Layer):
-    """A norm that is no subclass of Keras's, with a moving mean."""
-
-    def build(self, shape):
-        self.mean = self.add_weight(name="mean", shape=shape[-1:], initializer="zeros", trainable=False)
-
-    def call(self, x, training=False):
-        if not training:
-            return x - self.mean
-        mean = keras.ops.mean(x, [0, 1, 2])
-        self.mean.assign(0.9 * self.mean + 0.1 * mean)
-        return x - mean
-
-
 def synchronized(image_size, num_classes):
     """Make a batch norm of Keras that asks for the moments of the whole batch."""
     images = keras.Input((image_size, image_size, 3))

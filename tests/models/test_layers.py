@@ -63,12 +63,8 @@ def test_pad_channels_is_shortcut_a():
 
 
 def test_layers_deserialize_from_their_config():
-    for layer in (
-        BatchNorm(0.5, scale=False),
-        LocalResponseNorm(),
-        PadChannels(8, 2),
-        Conv2D(6, 3, padding="same", even_output=True),
-    ):
+    convolution = Conv2D(6, 3, padding="same", even_output=True)
+    for layer in (BatchNorm(0.5, scale=False), LocalResponseNorm(), PadChannels(8, 2), convolution):
         copy = keras.layers.deserialize(keras.layers.serialize(layer))
         assert copy.get_config() == layer.get_config()
 
@@ -85,7 +81,7 @@ def test_conv2d_equals_keras_for_all_options(options):
     np.testing.assert_allclose(ours(images), theirs(images), atol=1e-5)
 
 
-@pytest.mark.parametrize(("high", "wide"), [(7, 7), (6, 7), (5, 8), (8, 8)])
+@pytest.mark.parametrize(("high", "wide"), [(7, 7), (5, 8), (8, 8)])
 def test_conv2d_computes_no_row_that_pooling_discards(high, wide):
     """Pooled values and all gradients are those of the whole convolution, also where the size is not known."""
     images = tf.random.stateless_normal([2, high, wide, 24], [0, 1])
@@ -107,19 +103,3 @@ def test_conv2d_computes_no_row_that_pooling_discards(high, wide):
     for ours, of_unknown, expected in zip(values(even, images), unknown(images), values(whole, images), strict=True):
         np.testing.assert_allclose(ours, expected, atol=2e-4)
         np.testing.assert_allclose(of_unknown, expected, atol=2e-4)
-
-
-def test_gradients_on_gpus_are_those_of_tensorflow(monkeypatch):
-    """The forms that are written for oneDNN are for CPUs; also where the last row of an odd size is left out."""
-    monkeypatch.setattr(convolution, "_on_cpu", lambda images: False)
-    layer = Conv2D(64, 3, padding="same", even_output=True)
-    layer.build((2, 7, 7, 24))
-
-    def gradient(images):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(layer(images))
-        return tape.gradient(loss, layer.kernel.value)
-
-    graph = tf.function(gradient).get_concrete_function(tf.TensorSpec([2, 7, 7, 24])).graph
-    (operation,) = (op for op in graph.get_operations() if op.type == "Conv2DBackpropFilter")
-    assert operation.get_attr("padding") == b"EXPLICIT"

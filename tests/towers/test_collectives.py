@@ -66,18 +66,16 @@ def test_num_replicas(towers):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_error_in_one_tower_ends_all(towers, capfd, failing):
+def test_error_in_one_tower_ends_all(towers, failing):
+    """The first raises it before the others start, the second while the first waits for its mean."""
+
     def fn(tower, shard):
-        if tower.index == failing == 0:
-            raise KeyError("from tower_0")  # before the others start
-        all_reduce_mean(shard)
         if tower.index == failing:
-            raise KeyError("from tower_1")
+            raise KeyError(tower.name)
         return all_reduce_mean(shard)
 
-    with pytest.raises(KeyError, match=f"from tower_{failing}"):
+    with pytest.raises(KeyError, match=f"tower_{failing}"):
         run_synchronized(fn, towers(3), tf.ones([3]))
-    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("skipping", [0, 1, 2])
@@ -85,19 +83,20 @@ def test_different_numbers_of_calls_are_an_error(towers, skipping):
     def fn(tower, shard):
         return all_reduce_mean(shard) if tower.index != skipping else shard
 
-    with pytest.raises(RuntimeError, match="the towers call all_reduce_mean a different number of times"):
+    with pytest.raises(RuntimeError, match="all_reduce_mean"):
         run_synchronized(fn, towers(3), tf.ones([3]))
 
 
 @pytest.mark.parametrize("shards", [[1.0, 2.0, 3.0], [1.0]])
-def test_one_shard_per_tower(towers, shards):
+@pytest.mark.parametrize("run", [run_on_towers, run_on_towers_synchronized])
+def test_there_is_one_shard_for_each_tower(towers, run, shards):
     """A shard without a tower would be dropped."""
-    with pytest.raises(ValueError, match="argument 2 is (longer|shorter)"):
-        tf.function(lambda: run_on_towers_synchronized(lambda tower, shard: shard, towers(2), shards))()
+    with pytest.raises(ValueError):
+        tf.function(lambda: run(lambda tower, shard: shard, towers(2), shards))()
 
 
 def test_towers_are_synchronized_in_a_graph_only(towers):
-    with pytest.raises(RuntimeError, match="without building a function"):
+    with pytest.raises(RuntimeError):
         synchronized(lambda tower, shard: all_reduce_mean(shard), towers(2), tf.ones([2]))
 
 
@@ -116,9 +115,9 @@ def test_towers_that_do_not_meet_have_no_mean(towers):
         lambda: parallel(tf.ones([4, 3]), training=True),
     ):
         for call in (run, tf.function(run, autograph=False)):
-            with pytest.raises(RuntimeError, match=r"all_reduce_mean; call run_on_towers_synchronized"):
+            with pytest.raises(RuntimeError, match="run_on_towers_synchronized"):
                 call()
-    assert float(all_reduce_mean(tf.constant(2.0))) == 2.0
+    assert float(all_reduce_mean(tf.constant(2.0))) == 2.0  # afterwards
 
 
 def test_a_batch_of_its_own_has_a_mean_without_meeting(towers):

@@ -27,15 +27,11 @@ def test_mean_of_three_towers():
     np.testing.assert_allclose(mean_b, [9.0], rtol=1e-6)
 
 
-def test_one_tower_returns_its_input():
-    gradient = tf.constant([1.0, 2.0])
-    assert average_gradients([[(gradient, W)]]) == [(gradient, W)]
-
-
 def test_none_is_zeros_unless_no_tower_has_a_gradient():
-    none, (mean, _) = average_gradients([[(None, W), (tf.constant([1.0]), B)]] * 2)
-    assert none == (None, W)
-    np.testing.assert_allclose(mean, [1.0])
+    pairs = [(None, W), (tf.constant([1.0]), B)]
+    assert average_gradients([pairs]) == pairs  # of a single tower
+    none, (mean, _) = average_gradients([pairs, pairs])
+    assert none == (None, W) and float(mean[0]) == 1.0
     np.testing.assert_allclose(mean_of(None, tf.constant([2.0, 4.0]), like=W), [1.0, 2.0])
 
 
@@ -62,25 +58,17 @@ def test_weights_may_be_tensors():
     np.testing.assert_allclose(in_graph([3, 1]), [2.0, 3.0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float64])
-def test_dtype_is_preserved(dtype):
-    one = tf.constant([1.0], dtype)
-    mean = mean_of(one, 2 * one, like=one)
-    assert mean.dtype == dtype
-    np.testing.assert_allclose(tf.cast(mean, tf.float32), [1.5])
-
-
 @pytest.mark.parametrize(
-    ("towers", "weights", "message"),
+    ("towers", "weights", "mentions"),
     [
-        ([[(tf.constant([1.0, 1.0]), W)]] * 2, [1], "shorter"),
-        ([[(None, W)], [(None, B)]], None, r"tower_1 has 'b:0' of shape \(1,\) where tower_0 has 'w:0' of .*\(2,\)"),
-        ([[(None, W), (None, B)], [(None, W)]], None, "shorter"),
-        ([[(None, W)], [(None, keras.Variable([1.0], name="other"))]], None, "tower_1 has 'other'"),
+        ([[(tf.constant([1.0, 1.0]), W)]] * 2, [1], "zip"),
+        ([[(None, W)], [(None, B)]], None, "tower_1.*b:0.*tower_0.*w:0"),
+        ([[(None, W), (None, B)], [(None, W)]], None, "zip"),
+        ([[(None, W)], [(None, keras.Variable([1.0], name="other"))]], None, "tower_1.*other"),
     ],
 )
-def test_average_gradients_rejects(towers, weights, message):
-    with pytest.raises(ValueError, match=message):
+def test_towers_that_disagree_are_refused(towers, weights, mentions):
+    with pytest.raises(ValueError, match=mentions):
         average_gradients(towers, weights)
 
 

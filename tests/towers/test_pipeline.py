@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cifar_towers.errors import UsageError
 from cifar_towers.models import MODELS
 from cifar_towers.towers import pipeline
 from cifar_towers.towers.keras_parallel import variable_values
@@ -15,35 +16,18 @@ from cifar_towers.towers.pipeline import cheapest_cuts, cut_in_stages, staged_ca
 DEVICES = ["/CPU:1", "/CPU:2", "/CPU:3", "/CPU:4"]
 
 
-def net(name):
+def net(name, **options):
     """Make a model with random whitening filters, so that no gradient is zero by accident."""
     keras.utils.set_random_seed(1)
     whitening = np.random.default_rng(0).normal(size=(2, 2, 3, 24)).astype("f4")
-    return MODELS[name](**({"whitening": whitening} if "speednet" in name else {"image_size": 20}))
-
-
-def to_float64(model):
-    """Copy the model in float64, with Keras's batch norm, as TensorFlow's fused one has no float64."""
-
-    def wide(layer):
-        options = {"name": layer.name, "dtype": "float64"}
-        if "norm" in layer.name:
-            return keras.layers.BatchNormalization(-1, layer.momentum, layer.epsilon, scale=layer.scale, **options)
-        initializer = {"kernel_initializer": "zeros"} if layer.name == "head" else {}
-        return type(layer).from_config(layer.get_config() | initializer | options)
-
-    copy = keras.models.clone_model(model, keras.Input(model.input.shape[1:], dtype="float64"), wide)
-    values = {variable.path: variable for variable in model.variables}
-    for variable in copy.variables:
-        variable.assign(values[variable.path])
-    return copy
+    return MODELS[name](**({"whitening": whitening} if "speednet" in name else {"image_size": 20}), **options)
 
 
 def with_gradients(model, images, stages=None, in_graph=True):
     """Return (logits, new statistics, gradients), and whether each statistic is the same tensor as before."""
     same = []
     call = staged_call(stages, model) if stages else functools.partial(model.stateless_call, training=True)
-    upstream = tf.random.stateless_normal([images.shape[0], 10], [1, 3], dtype=images.dtype)
+    upstream = tf.random.stateless_normal([images.shape[0], 10], [1, 3])
 
     def run(weights, statistics, images):
         with tf.GradientTape() as tape:
@@ -77,71 +61,44 @@ def branching_model():
 @pytest.mark.parametrize(
     ("make", "in_graph", "counts", "rtol"),
     [
-        (lambda: to_float64(net("resnet20")), True, (4,), 1e-12),
-        (lambda: to_float64(net("speednet94")), True, (2,), 1e-12),
-        pytest.param(lambda: to_float64(net("speednet96")), True, (2, 4), 1e-12, marks=pytest.mark.slow),
-        (branching_model, True, (1, 2, 3, 4), 1e-5),
+        pytest.param(lambda: net("resnet20"), True, (4,), 1e-5, marks=pytest.mark.slow),
+        (lambda: net("resnet20", dtype="mixed_bfloat16"), True, (4,), 1e-2),
+        (lambda: net("speednet94"), True, (2,), 1e-5),
+        (branching_model, True, (1, 4), 1e-5),
         (branching_model, False, (3,), 1e-5),
     ],
-    ids=["resnet20", "speednet94", "speednet96", "branching", "branching, eagerly"],
+    ids=["resnet20", "bfloat16", "speednet94", "branching", "branching, eagerly"],
 )
 def test_stages_equal_one_device(make, in_graph, counts, rtol):
     model = make()
     shape = [size or 20 for size in model.input.shape[1:]]
-    images = tf.random.stateless_normal([16 if shape == [8] else 4, *shape], [1, 2], dtype=model.input.dtype)
+    images = tf.random.stateless_normal([16 if shape == [8] else 4, *shape], [1, 2])
     expected, same = with_gradients(model, images, in_graph=in_graph)
     for count in counts:
-        results, same_in_stages = with_gradients(model, images, cut_in_stages(model, DEVICES[:count]), in_graph)
+        stages = cut_in_stages(model, DEVICES[:count])
+        results, same_in_stages = with_gradients(model, images, stages, in_graph)
         assert_close(results, expected, rtol)
         assert same_in_stages == same
         assert sum(same) == ("whitening" in [layer.name for layer in model.layers])  # the frozen filters
+        exchanged = {tensor.dtype for stage in stages[1:] for tensor in stage.model.inputs}
+        assert exchanged <= {"bfloat16" if rtol > 1e-5 else "float32"}
 
 
-def test_layers_of_unknown_shape_cost_nothing(costs):
-    """A reshape whose number of rows Keras cannot know, as in its vision transformer."""
-
-    class Patches(keras.layers.Layer):
-        def call(self, x):
-            return keras.ops.reshape(x, (keras.ops.shape(x)[0], -1, 12))
-
-        def compute_output_spec(self, x):
-            return keras.KerasTensor((None, None, 12), x.dtype)
-
-    pixels, dense = keras.Input([8, 8, 3]), keras.layers.Dense(5)
-    model = keras.Model(pixels, keras.layers.GlobalAveragePooling1D()(dense(Patches()(pixels))))
-    assert len(cut_in_stages(model, DEVICES[:3])) == 3 and costs == [0, 0, 5 * pipeline.ELEMENT_COST]
-
-
-def test_stages_exchange_bfloat16():
-    model = MODELS["resnet20"](image_size=16, dtype="mixed_bfloat16")
-    images = tf.random.stateless_normal([4, 16, 16, 3], [1, 2])
-    stages = cut_in_stages(model, DEVICES)
-    assert {tensor.dtype for stage in stages[1:] for tensor in stage.model.inputs} == {"bfloat16"}
-    (expected, _, _), _ = with_gradients(model, images)
-    (results, _, _), _ = with_gradients(model, images, stages)
-    assert_close(results, expected, 1e-2)
-
-
-def test_layers_variables_inputs_and_outputs_of_stages():
+def test_each_variable_has_one_stage_and_no_tensor_is_passed_on_that_none_needs():
     model = net("speednet96")
     stages = cut_in_stages(model, DEVICES)
     assert stages[0].inputs == ("images",) and stages[-1].outputs == ("logits:0",)
-    for index, stage in enumerate(stages[:-1]):  # no output that no later stage needs
+    for index, stage in enumerate(stages[:-1]):
         assert set(stage.outputs) <= {name for later in stages[index + 1 :] for name in later.inputs}
-    names = [layer.name for stage in stages for layer in stage.model.layers if type(layer).__name__ == "Conv2D"]
-    assert names == [f"group{group}_conv{conv}" for group in (1, 2, 3) for conv in (1, 2, 3)]
     devices = {variable.path: stage.device for stage in stages for variable in stage.model.variables}
-    assert set(devices) == {variable.path for variable in model.variables}
-    assert devices["whitening/kernel"] == "/CPU:1" and devices["head/kernel"] == "/CPU:4"
     order = [DEVICES.index(devices[variable.path]) for layer in model.layers for variable in layer.variables]
-    assert order == sorted(order)
+    assert order == sorted(order) and {*order} == {0, 1, 2, 3}
+    assert len(order) == sum(len(stage.model.variables) for stage in stages)
 
 
 def test_cutting_does_not_change_the_model():
     model = net("resnet20")
     config, outputs = model.get_config(), [layer.output for layer in model.layers]
-    first, second = [cut_in_stages(model, DEVICES) for _ in range(2)]
-    assert [stage.inputs for stage in first] == [stage.inputs for stage in second]
     assert len(cut_in_stages(model, ["/CPU:0"] * (len(outputs) - 1))) == len(outputs) - 1
     assert model.get_config() == config
     assert all(layer.output is output for layer, output in zip(model.layers, outputs, strict=True))
@@ -164,7 +121,7 @@ def graph_of_parts(model, stages, parts):
                 results.append((tape.gradient(loss, weights), new))
         return results
 
-    return step.get_concrete_function(tf.TensorSpec([4, 20, 20, 3])).graph.get_operations()
+    return step.get_concrete_function(tf.TensorSpec([4, *model.input.shape[1:]])).graph.get_operations()
 
 
 def test_forward_and_backward_are_on_the_stage_device():
@@ -194,18 +151,17 @@ def ancestors(operations):
     return found
 
 
-@pytest.mark.parametrize("name", ["resnet20", pytest.param("speednet96", marks=pytest.mark.slow)])
-def test_micro_batches_are_ordered_by_data_only(name):
-    model = net(name)
+def test_micro_batches_are_ordered_by_data_only():
+    model = branching_model()
     operations = graph_of_parts(model, cut_in_stages(model, DEVICES[:3]), 2)
 
     def depends_on(scope, earlier):
-        later = [op for op in operations if op.name.startswith(scope)]
+        later = [op for op in operations if scope in op.name]
         assert later
-        return any(op.name.startswith(earlier) for op in ancestors(later))
+        return any(earlier in op.name for op in ancestors(later))
 
     assert depends_on("part_1/stage_1/", "part_1/stage_0/")
-    assert depends_on("part_1/stage_0/gradient/", "part_1/stage_2/gradient/")
+    assert depends_on("gradient_tape/part_1/stage_0/", "gradient_tape/part_1/stage_2/")
     assert not depends_on("part_1/", "part_0/")
     assert not depends_on("part_0/", "part_1/")
 
@@ -249,12 +205,14 @@ def test_output_elements_have_a_cost(costs):
     assert conv.model.inputs[0].shape == (None, None, None, 3)
 
 
-def test_more_stages_than_layers_are_refused():
-    with pytest.raises(ValueError, match="11 stages need at least 11 layers; cifarnet has 10"):
-        cut_in_stages(MODELS["cifarnet"](), ["/CPU:1"] * 11)
-
-
-def test_a_layer_that_is_called_twice_is_refused():
+def called_twice():
     images, shared = keras.Input((4,)), keras.layers.Dense(4)
-    with pytest.raises(ValueError, match="twice calls a layer twice; stages need layers of their own"):
-        cut_in_stages(keras.Model(images, shared(shared(images)), name="twice"), DEVICES[:2])
+    return keras.Model(images, shared(shared(images)), name="twice")
+
+
+@pytest.mark.parametrize(
+    ("make", "stages", "mentions"), [(branching_model, 12, "12 .* branching"), (called_twice, 2, "twice")]
+)
+def test_models_that_cannot_be_cut_are_refused(make, stages, mentions):
+    with pytest.raises(UsageError, match=mentions):
+        cut_in_stages(make(), ["/CPU:1"] * stages)
