@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -28,35 +29,29 @@ def save(directory, step=12, values=VALUES, **metadata):
     return path
 
 
-def test_round_trip(tmp_path):
+def test_round_trip_also_by_numpy_alone(tmp_path):
     path = save(tmp_path, towers=2)
-    values, metadata = read_checkpoint(path)
-    assert metadata == {"step": 12, "towers": 2, "num_variables": 3}
+    (values, metadata), archive = read_checkpoint(path), np.load(path)
+    assert metadata == json.loads(str(archive["metadata"])) == {"step": 12, "towers": 2, "num_variables": 3}
     assert values.keys() == VALUES.keys() and list(tmp_path.iterdir()) == [path]
     for name, value in VALUES.items():
         assert values[name].dtype == value.dtype
         np.testing.assert_array_equal(values[name], value)
-
-
-def test_numpy_alone_reads_it(tmp_path):
-    archive = np.load(save(tmp_path))
-    np.testing.assert_array_equal(archive["model.conv1.kernel"], VALUES["model.conv1.kernel"])
-    assert json.loads(str(archive["metadata"]))["step"] == 12
+        np.testing.assert_array_equal(archive[name], value)
 
 
 def faults_of(content):
     """Yield contents with one fault of a disk each: a flipped bit, a cut, zeros, another end.
 
-    The bits are all those of an array's header and of the archive's end, and random ones.
+    The bits are in every byte of an array's header and of the archive's end, and in random ones.
     """
     generator = random.Random(0)
     header = content.index(b"NUMPY")
     places = [*range(header, header + 127), *range(len(content) - 22, len(content))]
-    bits = [(place, bit) for place in places for bit in range(8)]
-    bits += [(generator.randrange(len(content)), generator.randrange(8)) for _ in range(400)]
-    for place, bit in bits:
-        yield content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
-    for _ in range(50):
+    places += [generator.randrange(len(content)) for _ in range(100)]
+    for place in places:
+        yield content[:place] + bytes([content[place] ^ 1 << generator.randrange(8)]) + content[place + 1 :]
+    for _ in range(20):
         place = generator.randrange(len(content))
         yield content[:place]
         yield content[:place] + bytes(len(content) - place)
@@ -86,7 +81,7 @@ def test_no_fault_is_read_as_other_values(tmp_path):
 
 def test_a_checkpoint_under_another_steps_name_is_damaged(tmp_path):
     path = save(tmp_path)
-    with pytest.raises(DataError, match="3 of 3 variables, step 12"):
+    with pytest.raises(DataError, match="step-13.npz"):
         read_checkpoint(path.rename(checkpoint_path(tmp_path, 13)))
 
 
@@ -94,17 +89,14 @@ def test_a_checkpoint_under_another_steps_name_is_damaged(tmp_path):
 def test_other_files_are_no_checkpoints(tmp_path, name):
     directory = tmp_path / name
     directory.mkdir()
+    for other in (".DS_Store", "step-7.npz.bak", "step-8.npz.damaged", ".tmp-step-9.npz", "step-x.npz"):
+        (directory / other).write_text("")
+    for place in (directory, tmp_path / "none"):
+        with pytest.raises(UsageError, match=re.escape(str(place))):
+            find_checkpoint(place)
     for step in (9, 100, 20):
         save(directory, step)
-    for other in (".DS_Store", "desktop.ini", "step-7.npz.bak", "step-8.npz.damaged", ".tmp-step-9.npz", "step-x.npz"):
-        (directory / other).write_text("")
     assert [path.name for path in list_checkpoints(directory)] == ["step-9.npz", "step-20.npz", "step-100.npz"]
     assert find_checkpoint(directory).name == "step-100.npz" and find_checkpoint(directory, 9).name == "step-9.npz"
-    with pytest.raises(UsageError, match="no checkpoint of step 7; it has step-9.npz"):
+    with pytest.raises(UsageError, match="step 7.*step-9.npz"):
         find_checkpoint(directory, 7)
-
-
-def test_a_directory_without_checkpoints_is_named(tmp_path):
-    for place in (tmp_path, tmp_path / "none"):
-        with pytest.raises(UsageError, match=f"no checkpoint in {place}; give the directory of a run"):
-            find_checkpoint(place)

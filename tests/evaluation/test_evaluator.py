@@ -1,5 +1,3 @@
-import contextlib
-
 import keras
 import numpy as np
 import pytest
@@ -41,27 +39,21 @@ def test_label_of_probability_zero_has_finite_loss():
     assert found.loss == 1000 and found.probabilities.tolist() == [[1, 0], [1, 0]]
 
 
-def logits_of(*rows):
-    return np.log(rows)
-
-
 @pytest.mark.parametrize(
     ("labels", "logits", "filled", "ece"),
     [
         # one bin: half of two images right at a confidence of 0.9
-        ([0, 1], logits_of([0.9, 0.1], [0.9, 0.1]), {13: 2}, 0.4),
+        ([0, 1], np.log([[0.9, 0.1]] * 2), {13: 2}, 0.4),
         # three bins of 1, 2 and 1 images: |1 - 0.7| / 4 + |1 - 1.5| / 4 + |0 - 0.95| / 4
-        ([0, 1, 0, 1], logits_of([0.7, 0.3], [0.25, 0.75], [0.25, 0.75], [0.95, 0.05]), {10: 1, 11: 2, 14: 1}, 0.4375),
-        # a confidence of exactly 3 / 15, 5 / 15 or 1 / 15 belongs to the bin below the edge
+        ([0, 1, 0, 1], np.log([[0.7, 0.3], [0.25, 0.75], [0.25, 0.75], [0.95, 0.05]]), {10: 1, 11: 2, 14: 1}, 0.4375),
+        # a confidence of exactly 3 / 15 or 1 / 15 belongs to the bin below the edge
         ([0, 1, 2, 3, 4], np.zeros((5, 5)), {2: 5}, 0.0),
-        ([0, 0], np.zeros((2, 3)), {4: 2}, 2 / 3),
         ([1], np.zeros((1, 15)), {0: 1}, 1 / 15),
         # exactly 1
         ([0, 0, 0, 1], np.array([[2000.0, 0.0]] * 4), {14: 4}, 0.25),
         # all of one class, and predicted as another
-        ([1, 1, 1], logits_of(*[[0.8, 0.1, 0.1]] * 3), {11: 3}, 0.8),
+        ([1, 1, 1], np.log([[0.8, 0.1, 0.1]] * 3), {11: 3}, 0.8),
     ],
-    ids=["one bin", "three bins", "3/15", "5/15", "1/15", "certain", "one class"],
 )
 def test_expected_calibration_error_by_hand(labels, logits, filled, ece):
     found = Score(np.array(labels), logits)
@@ -79,21 +71,17 @@ def test_wilson_interval():
     )
 
 
-RAW, EMA, AUGMENTED = ("test", "raw", 0, 0.99), ("test", "ema", 0, 0.93), ("test", "ema", 2, 0.91)
-
-
 @pytest.mark.parametrize(
-    ("kinds", "expected"),
+    "kinds",  # the one to report first
     [
-        ([EMA, RAW], 0),
-        ([RAW], 0),
-        ([("test", "raw", 2, 0.95), AUGMENTED, EMA], 1),
-        ([("validation", "ema", 2, 0.99), RAW], 1),
+        [("test", "ema", 0, 0.93), ("test", "raw", 0, 0.99)],
+        [("test", "ema", 2, 0.91), ("test", "raw", 2, 0.95), ("test", "ema", 0, 0.93)],
+        [("test", "raw", 0, 0.99), ("validation", "ema", 2, 0.99)],
     ],
 )
-def test_reported_score_is_chosen_without_looking_at_the_accuracy(kinds, expected):
+def test_reported_score_is_chosen_without_looking_at_the_accuracy(kinds):
     scores = [dict(zip(("split", "weights", "tta", "accuracy"), kind, strict=True)) for kind in kinds]
-    assert reported_score(scores) == scores[expected] and reported_score([]) is None
+    assert reported_score(scores) == reported_score(scores[::-1]) == scores[0] and reported_score([]) is None
 
 
 def make_evaluator(every_steps, validation=0, tta=0):
@@ -130,8 +118,7 @@ def test_averaged_weights_are_scored_before_the_end_and_raw_ones_once_at_the_end
     ]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-@pytest.mark.parametrize("examples", [1, 10, 4001])
+@pytest.mark.parametrize(("count", "examples"), [(1, 10), (2, 4001), (3, 10), (7, 1)])
 def test_every_example_counts_once_on_any_number_of_towers(towers, reader, count, examples):
     labels = np.random.default_rng(0).integers(0, 2, examples)
     red = labels == np.arange(examples) % 2  # right for a part of them
@@ -143,17 +130,15 @@ def test_every_example_counts_once_on_any_number_of_towers(towers, reader, count
     assert (found.count, found.correct, found.confusion.sum()) == (examples, (red == labels).sum(), examples)
 
 
-@pytest.mark.parametrize(("image_size", "at_once"), [(18, 9), (32, 3), (40, 1), (64, 1)])
+@pytest.mark.parametrize(("image_size", "at_once"), [(18, 9), (64, 1)])
 def test_larger_images_come_in_smaller_batches(towers, monkeypatch, image_size, at_once):
     monkeypatch.setattr(evaluator, "MAX_BATCH_PIXELS", 3 * 32 * 32)
     seen = []
-
     images = keras.Input((image_size, image_size, 3))
     x = keras.layers.Lambda(lambda x: seen.append(x.shape[0]) or x)(images)
-    model = keras.Model(images, keras.layers.GlobalMaxPooling2D()(keras.layers.Dense(2, use_bias=False)(x)))
+    model = keras.Model(images, keras.layers.GlobalMaxPooling2D()(x))
     split = Split(np.zeros((10, image_size, image_size, 3), np.uint8), np.arange(10) % 2)
-    classify = make_classify_fn(model, towers(1), Augmentation())
-    found = score_split(classify, split, [tf.zeros([3, 2])], [])[0]
+    found = score_split(make_classify_fn(model, towers(1), Augmentation()), split, [], [])[0]
     assert {*seen} - {None} == {at_once} and found.count == 10 and found.confusion.sum() == 10
 
 
@@ -186,31 +171,3 @@ def test_two_sets_of_mirrored_weights_are_two(towers):
     classify = make_classify_fn(model, two, Augmentation())
     one, other = (classify(split.images, values, [])[0] for values in (weights, average))
     np.testing.assert_allclose(other, 2 * one, rtol=1e-5)
-
-
-@pytest.mark.parametrize("mirrored", [False, True])
-def test_calibration_is_the_same_on_several_towers(towers, mirrored):
-    rng = np.random.default_rng(0)
-    images, guesses = rng.integers(0, 256, (101, 8, 8, 3), np.uint8), rng.integers(0, 10, 101)
-    weights = [0.02 * rng.normal(size=(192, 10)), np.zeros(10)]
-
-    def records(count):
-        devices = towers(count)
-        with make_strategy(devices).scope() if mirrored and count > 1 else contextlib.nullcontext():
-            inputs = keras.Input((8, 8, 3))
-            model = keras.Model(inputs, keras.layers.Dense(10)(keras.layers.Flatten()(inputs)))
-        model.set_weights(weights)
-        classify, values = (
-            make_classify_fn(model, devices, Augmentation()),
-            [v.value for v in model.trainable_variables],
-        )
-        predicted = classify(images, values, [])[0].argmax(1)
-        split = Split(images, np.where(np.arange(101) % 3, predicted, guesses))
-        scores = score_split(classify, split, values, [], 2)
-        return [each.record() for each in scores.values()]
-
-    for one, several in zip(records(1), records(3), strict=True):
-        assert several["count"] == 101
-        assert several["ece"] == pytest.approx(one["ece"], abs=1e-6)
-        np.testing.assert_allclose(several["reliability"], one["reliability"], atol=1e-5)
-        assert several["loss"] == pytest.approx(one["loss"], abs=1e-5)

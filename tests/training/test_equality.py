@@ -10,16 +10,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.config import TrainConfig
-from cifar_towers.config.schedules import RunLength
-from cifar_towers.data import sources, synthetic
+from cifar_towers.data import synthetic
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batches
-from cifar_towers.models.layers import Activation, BatchNorm, Conv2D
+from cifar_towers.models.layers import Activation, BatchNorm, Conv2D, synchronize
 from cifar_towers.towers import variable_placement
 from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
 from cifar_towers.towers.placement import PLACEMENTS
-from cifar_towers.training import build
 from cifar_towers.training.distributed_step import make_mirrored_step, make_strategy
 from cifar_towers.training.optimizers import Momentum, Optimizer, ParamGroup
 from cifar_towers.training.state import TrainState
@@ -28,21 +25,28 @@ from cifar_towers.training.step import make_update
 pytestmark = pytest.mark.gpu
 STEPS, BATCH, RATE, MOMENTUM, BOUND = 4, 48, 0.1, 0.9, 1e-4
 AUGMENTATION = Augmentation(shift=2, brightness=8.0)
-SOME = [("towers", "cpu", 1), ("towers", "round_robin", 2), ("towers", "least_loaded", 4), ("mirrored", "auto", 2)]
-ALL = [("towers", "cpu", 1), *(("towers", placement, count) for placement in PLACEMENTS for count in (2, 4))]
-ALL += [*(("mirrored", "auto", count) for count in (1, 2, 4)), ("mirrored", "hierarchical", 4)]
+SOME = [("towers", "cpu", 1, 4), ("towers", "round_robin", 2, 1), ("towers", "least_loaded", 4, 1)]
+SOME += [("mirrored", "auto", 2, 1), ("mirrored", "auto", 2, 2)]
+ALL = [("towers", "cpu", 1, 1), *(("towers", placement, count, 1) for placement in PLACEMENTS for count in (2, 4))]
+ALL += [("towers", "cpu", 2, 2), ("mirrored", "auto", 1, 4), ("mirrored", "hierarchical", 4, 1)]
+ALL += [("mirrored", "auto", count, 1) for count in (1, 2, 4)]
 
 
 def small_net(synchronized=False):
-    """Two convolutions with batch norm and smooth activations: nothing in it decides, so rounding stays rounding."""
+    """Two convolutions with batch norm and smooth activations: nothing in it decides, so rounding stays rounding.
+
+    One norm is Keras's.
+    """
     keras.utils.set_random_seed(0)
     x = images = keras.Input((32, 32, 3))
-    for index, width in enumerate((8, 16)):
-        x = Conv2D(width, 3, strides=2, padding="same", use_bias=False, name=f"conv{index}")(x)
-        x = BatchNorm(synchronized=synchronized, name=f"norm{index}")(x)
-        x = Activation("silu", name=f"silu{index}")(x)
+    for width, norm in ((8, BatchNorm(name="norm")), (16, keras.layers.BatchNormalization(name="of_keras"))):
+        x = Conv2D(width, 3, strides=2, padding="same", use_bias=False, name=f"conv{width}")(x)
+        x = Activation("silu", name=f"silu{width}")(norm(x))
     x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
-    return keras.Model(images, keras.layers.Dense(10, name="head")(x), name="small_net")
+    model = keras.Model(images, keras.layers.Dense(10, name="head")(x), name="small_net")
+    if synchronized:
+        synchronize(model)
+    return model
 
 
 def loss_fn(labels, logits, weights, own=()):
@@ -126,28 +130,17 @@ def largest_difference(one, other):
 
 @pytest.mark.parametrize("rows", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_every_placement_and_strategy_equals_one_device(towers, batches, witness, rows):
-    """`synchronized` equals the whole batch on one device, `mean` the same batch in K parts, which batch norm sees."""
-    for strategy, how, count in rows:
-        by_mean, by_all = (
-            combined(strategy, how, towers(count), batches, synchronized) for synchronized in (False, True)
-        )
-        assert largest_difference(witness(1), by_all) < BOUND, (strategy, how, count)
-        assert largest_difference(witness(count), by_mean) < BOUND, (strategy, how, count)
-        assert count == 1 or largest_difference(witness(1), by_mean) > BOUND  # this net can tell the two apart
+    """`synchronized` equals the whole batch on one device, `mean` the same batch in as many parts as batch norm sees.
 
-
-@pytest.mark.parametrize(
-    ("strategy", "how", "count", "parts"),
-    [
-        ("towers", "cpu", 1, 4),
-        ("towers", "cpu", 2, 2),
-        pytest.param("mirrored", "auto", 1, 4, marks=pytest.mark.slow),
-        ("mirrored", "auto", 2, 2),
-    ],
-)
-def test_only_towers_times_micro_batches_matters(towers, batches, witness, strategy, how, count, parts):
-    values = combined(strategy, how, towers(count), batches, micro_batches=parts)
-    assert largest_difference(witness(4), values) < BOUND
+    These are towers times micro-batches.
+    """
+    for strategy, how, count, parts in rows:
+        by_mean = combined(strategy, how, towers(count), batches, micro_batches=parts)
+        assert largest_difference(witness(count * parts), by_mean) < BOUND, (strategy, how, count, parts)
+        assert count * parts == 1 or largest_difference(witness(1), by_mean) > BOUND  # this net can tell the two apart
+        if parts == 1:
+            by_all = combined(strategy, how, towers(count), batches, synchronized=True)
+            assert largest_difference(witness(1), by_all) < BOUND, (strategy, how, count)
 
 
 @pytest.mark.parametrize(("stages", "parts"), [(2, 1), (2, 4), (3, 2)])
@@ -163,14 +156,3 @@ def test_stages_equal_one_device(towers, batches, witness, stages, parts):
     for variable, slot in zip(state.model.trainable_variables, slots, strict=True):
         (home,) = [device for device, paths in homes.items() if variable.path in paths]
         assert slot.device.endswith(home.lstrip("/"))
-
-
-@pytest.mark.slow
-def test_stages_hold_their_variables_for_every_image_size(towers):
-    """A net that leaves the size open is cut for the run's images, where its variables live as where it computes."""
-    config = TrainConfig(model="speednet94", strategy="stages", num_gpus=4, image_size=64, batch_size=8)
-    data = sources.load(sources.find("synthetic"), image_size=64)
-    state, _ = build.make_training(config, towers(4), "float32", data.train, RunLength(1, 1, 1))
-    stages = cut_in_stages(state.model, [tower.device for tower in towers(4)], open_size=64)
-    for stage in stages:
-        assert {variable.value.device[-5:] for variable in stage.model.variables} == {stage.device[-5:]}

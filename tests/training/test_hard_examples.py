@@ -28,17 +28,19 @@ def assert_same(one, other):
         np.testing.assert_allclose(value, other[name], 1e-5, 1e-7, err_msg=name)
 
 
-@pytest.mark.parametrize(("count", "micro_batches"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2)])
-def test_training_uses_the_examples_with_the_highest_proxy_losses(towers, examples, count, micro_batches):
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [({"micro_batches": 2}, 4), pytest.param({"batch_statistics": "synchronized"}, 1, marks=pytest.mark.slow)],
+)
+def test_training_uses_the_examples_with_the_highest_proxy_losses(towers, examples, settings, parts):
     """Step by step the same as two trainings apart: of the small net on all, of the large one on those alone
     whose losses, by the small net as it is before the step, are the highest."""
-    settings = {"ema_decay": 0.9, "micro_batches": micro_batches}
-    both = Run(towers(count), examples, make_config(**settings))
-    small = Run(towers(count), examples, build.proxy_config(both.config))
-    alone = Run(towers(count), examples, make_config(hard_example_pool=0, **settings))
+    both = Run(towers(2), examples, make_config(ema_decay=0.9, **settings))
+    small = Run(towers(2), examples, build.proxy_config(both.config))
+    alone = Run(towers(2), examples, make_config(hard_example_pool=0, ema_decay=0.9, **settings))
     for number in range(STEPS):
         batch = both.batches.at(number)
-        by_hand = losses(small, batch, count * micro_batches)
+        by_hand = losses(small, batch, parts)
         metrics = both.step(number)
         assert set(metrics.hard_examples) == set(np.argsort(by_hand)[-16:])
         assert (np.diff(metrics.hard_examples) > 0).all()
@@ -63,16 +65,6 @@ def losses(run, batch, parts):
     return -0.8 * true - 0.2 * chances.mean(1)
 
 
-def test_two_towers_select_the_examples_one_selects(towers, examples):
-    """Batch norm takes the whole batch's statistics in both, so that only the order of sums is different."""
-    config = make_config(model="cifarnet", crop=24, batch_statistics="synchronized")
-    one, two = (Run(towers(count), examples, config) for count in (1, 2))
-    for number in range(STEPS):
-        results = [run.step(number) for run in (one, two)]
-        np.testing.assert_array_equal(*(metrics.hard_examples for metrics in results))
-        assert results[0].loss == pytest.approx(results[1].loss, rel=1e-4)
-
-
 def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples):
     run = Run(towers(2), examples, make_config())
     kernel = run.state.proxy.weights[1]
@@ -87,17 +79,15 @@ def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples):
 
 
 @pytest.mark.parametrize(
-    ("settings", "towers", "message"),
+    ("batch_size", "pool", "towers", "message"),
     [
-        ({"hard_example_pool": 30, "num_gpus": 4}, 0, "hard_example_pool=30 .*4 towers.* 28 and 32"),
-        ({"strategy": "mirrored"}, 0, "is for strategy=towers"),
-        ({"strategy": "stages"}, 0, "is for strategy=towers"),
-        ({"hard_example_pool": 512}, 0, "a batch of 512 is more than the 480"),
-        ({"batch_size": 1000, "hard_example_pool": 1500}, 8, "hard_example_pool=1500 .*8 towers.* 1496 and 1504"),
-        ({"batch_size": 1000, "hard_example_pool": 1001}, 2, "hard_example_pool=1001 .*2 towers.* 1002"),
+        (16, 512, 0, "512.* 480"),  # more than there are examples
+        (16, 30, 4, "hard_example_pool=30 .*4 .* 28 and 32"),
+        (1000, 1500, 8, "hard_example_pool=1500 .*8 .* 1496 and 1504"),
+        (1000, 1001, 2, "hard_example_pool=1001 .*2 .* 1002"),
     ],
 )
-def test_unsupported_settings_are_refused(examples, settings, towers, message):
+def test_pools_that_cannot_be_drawn_or_shared_are_refused(examples, batch_size, pool, towers, message):
+    config = make_config(batch_size=batch_size, hard_example_pool=pool)
     with pytest.raises(UsageError, match=message):
-        config = make_config(**settings)
         config.check_shares(towers) if towers else build.make_batches(config, examples)

@@ -1,10 +1,14 @@
-"""Loss terms and their moving averages, by hand."""
+"""Loss terms, those that a model adds by itself, and their moving averages, by hand."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.training.losses import SmoothedLosses, cross_entropy, make_loss
+from cifar_towers.models.layers import synchronize
+from cifar_towers.towers import run_on_towers_synchronized, split_batch
+from cifar_towers.training import step
+from cifar_towers.training.losses import SmoothedLosses, cross_entropy
 
 
 def test_smoothed_cross_entropy_by_hand():
@@ -12,13 +16,6 @@ def test_smoothed_cross_entropy_by_hand():
     log_p = np.log(np.exp([2.0, 0, 0, 0]) / np.exp([2.0, 0, 0, 0]).sum())
     expected = -(0.85 * log_p[0] + 0.05 * log_p[1:].sum())
     assert float(cross_entropy(tf.constant([0]), logits, 0.2)[0]) == pytest.approx(expected, rel=1e-6)
-
-
-def test_weight_losses_add_to_the_total():
-    loss = make_loss(cross_entropy, {"local3": (1, 0.004)})
-    terms = loss(tf.constant([0]), tf.zeros([1, 10]), [tf.constant([9.0]), tf.constant([3.0, 4.0])])
-    assert float(terms["local3/weight_loss"]) == pytest.approx(0.004 * 12.5)
-    assert float(terms["total_loss"]) == pytest.approx(np.log(10) + 0.05)
 
 
 def test_loss_averages_are_debiased_and_ignore_nonfinite_steps():
@@ -31,3 +28,47 @@ def test_loss_averages_are_debiased_and_ignore_nonfinite_steps():
     assert average(4.0) == pytest.approx(4.0)
     assert average(np.nan, False) == pytest.approx(4.0)
     assert average(8.0) == pytest.approx((0.9 * 4 + 8) / 1.9)
+
+
+class VectorLoss(keras.layers.Layer):
+    """A layer that adds a loss for each example."""
+
+    def call(self, x):
+        self.add_loss(keras.ops.mean(x, [1, 2, 3]))
+        return x
+
+
+def test_every_call_of_a_layer_adds_its_losses():
+    """By hand: 1e-3 times the sum of squares of both outputs over the batch size, and of the kernel; and a sum."""
+    keras.utils.set_random_seed(0)
+    penalty = keras.layers.ActivityRegularization(l2=1e-3)
+    images = keras.Input([6, 6, 3])
+    first = penalty(VectorLoss()(images))
+    second = penalty(keras.layers.Conv2D(4, 3, kernel_regularizer=keras.regularizers.L2(1e-3), name="conv")(first))
+    model = keras.Model(images, keras.layers.Dense(10)(keras.layers.Flatten()(second)))
+    given = tf.random.stateless_uniform([2, 6, 6, 3], (0, 1))
+    outputs = given, model.get_layer("conv")(given)
+    by_hand = [2 * np.mean(given), *(1e-3 * np.sum(np.square(output)) / 2 for output in outputs)]
+    by_hand.append(1e-3 * np.sum(np.square(model.trainable_variables[0])))
+    variables = [v.value for v in model.trainable_variables], []
+    for _ in range(2):
+        losses = step.training_call(model)(*variables, given)[2:]
+        np.testing.assert_allclose(losses, by_hand, rtol=1e-5)
+
+
+def test_towers_that_meet_in_a_norm_keep_their_losses(towers):
+    """The second tower calls each layer while the first one waits for it in the norm."""
+    images, both = keras.Input([6, 6, 3]), towers(2)
+    penalized = keras.layers.ActivityRegularization(l2=1e-3)(images)
+    model = keras.Model(images, keras.layers.BatchNormalization()(penalized))
+    synchronize(model)
+    call = step.training_call(model)
+    variables = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
+    given = tf.random.stateless_uniform([4, 6, 6, 3], (0, 1))
+
+    @tf.function(autograph=False)
+    def run(batch):
+        return run_on_towers_synchronized(lambda tower, shard: call(*variables, shard)[2:], both, batch)
+
+    losses = run(split_batch(given, both))
+    np.testing.assert_allclose(losses, [[1e-3 * np.sum(np.square(half)) / 2] for half in np.split(given, 2)], rtol=1e-5)

@@ -1,38 +1,27 @@
-"""Non-finite steps: the update is skipped, and the message names the origin."""
+"""Steps that are not finite: the update is skipped, the step is counted, and the message names the origin."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from cifar_towers.checkpointing.checkpoint import first_nonfinite
-from cifar_towers.training import diagnostics, state
+from cifar_towers.training.diagnostics import Health, describe_nonfinite
+from cifar_towers.training.step import FinishedStep
 from tests.configs import TINY_NET, recipe
+from tests.messages import lines_with
 from tests.training.runs import Run
 
 NET = recipe("smoke", crop=20, shift=0, batch_size=24, whitening_images=60, ema_decay=0.9, lookahead=True)
 NET = replace(NET, model=TINY_NET)
-WAYS = [
-    {},
-    {"strategy": "mirrored"},
-    pytest.param({"batch_statistics": "synchronized", "optimizer": "adamw"}, marks=pytest.mark.slow),
-    {"model": "speednet_proxy", "micro_batches": 2, "optimizer": "muon", "variable_placement": "round_robin"},
-]
-
-
-@pytest.fixture(scope="module")
-def plain(towers, examples):
-    """Make a run of shared variables on towers, for tests that leave it unchanged."""
-    return Run(towers(2), examples, NET)
-
-
-def make_step(run, batch=None, rate=0.01):
-    return run.step(0, batch, run.rates(rate=rate))
+WAYS = [{}, {"strategy": "mirrored"}]
+WAYS += [pytest.param({"batch_statistics": "synchronized"}, marks=pytest.mark.slow)]
 
 
 def describe(run, metrics):
-    return diagnostics.describe_nonfinite(metrics, run.towers, run.state.weight_names, run.state.update_names)
+    return describe_nonfinite(metrics, run.towers, run.state.weight_names, run.state.update_names)
 
 
 def same(before, after):
@@ -40,32 +29,46 @@ def same(before, after):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())) or "towers")
-def test_nonfinite_step_changes_nothing_and_names_its_tower(towers, examples, plain, way):
-    run = Run(towers(2), examples, replace(NET, **way)) if way else plain
-    begun = run.state.step.numpy()
-    assert make_step(run).updated
+def test_nonfinite_step_changes_nothing_and_names_its_tower(towers, examples, way):
+    run = Run(towers(2), examples, replace(NET, **way))
+    rates, batch = run.rates(rate=0.01), run.batches.at(0)
+    assert run.step(0, batch, rates).updated
     before = run.values()
     for example in (3, 20):
-        batch = run.batches.at(0)
         images = tf.cast(batch.images, tf.float32).numpy()
         images[example] = np.inf  # a single NaN could get lost: max pooling passes over it
-        metrics = make_step(run, batch._replace(images=tf.constant(images)))
+        metrics = run.step(0, batch._replace(images=tf.constant(images)), rates)
         synchronized = way.get("batch_statistics") == "synchronized"  # there it spreads before any loss is taken
         assert not metrics.updated and same(before, run.values()) and not first_nonfinite(run.values())
         assert f"cross_entropy of tower_{0 if synchronized else example // 12} " in describe(run, metrics)
         assert np.isfinite(list(metrics.smoothed_losses.values())).all()
-    assert make_step(run).updated and not same(before, run.values())
-    assert run.state.step.numpy() == begun + 4
+    metrics = run.step(0, batch, run.rates(rate=np.inf))  # whose update would overflow the weights
+    assert not metrics.updated and same(before, run.values()) and (metrics.nonfinite_towers == -1).all()
+    assert any(name in describe(run, metrics) for name in run.state.update_names)
+    assert run.step(0, batch, rates).updated and not same(before, run.values())
+    assert run.state.step.numpy() == 5
 
 
-def test_update_that_would_overflow_the_weights_is_skipped(plain):
-    before = plain.values()
-    metrics = make_step(plain, rate=np.inf)
-    assert not metrics.updated and same(before, plain.values()) and (metrics.nonfinite_towers == -1).all()
-    assert describe(plain, metrics).startswith("the new value of ")
+def finished(step, finite, proxy_finite=True):
+    """Return a step of a net and its proxy whose losses are finite, or not."""
+
+    def metrics(finite, proxy=None):
+        return SimpleNamespace(
+            updated=finite, proxy=proxy, losses={"total_loss": 0.0}, nonfinite_update=-1,
+            nonfinite_towers=np.array([-1 if finite else 0]),
+        )  # fmt: skip
+
+    return FinishedStep(step, np.array([7, 8]), {}, 32, metrics(finite, metrics(proxy_finite)))
 
 
-def test_index_of_the_first_nonfinite_tensor():
-    tensors = [tf.zeros(3), None, tf.constant([1, 2]), tf.constant([0.0, np.inf]), np.nan * tf.ones(2)]
-    assert int(state.first_nonfinite_index(tensors)) == 3
-    assert int(state.first_nonfinite_index([tf.zeros([0]), tf.ones([], tf.bfloat16)])) == -1
+def test_skipped_steps_are_counted_in_all_and_in_a_row(towers):
+    """Steps of the proxy count, too."""
+    net = SimpleNamespace(weight_names=["w"], update_names=["w"])
+    health, later = (Health(SimpleNamespace(**vars(net), proxy=net), towers(1)) for _ in range(2))
+    steps = finished(6, True), finished(7, False), finished(8, True), finished(9, False), finished(10, True, False)
+    lines = [health.record(step) for step in steps]
+    assert lines[0] == lines[2] == "" and lines_with(lines[1], "step 7 ", "1 in a row", "total_loss of tower_0")
+    assert "proxy" not in lines[3] and lines_with(lines[4], "step 10 ", "2 in a row", "proxy: total_loss of tower_0")
+    assert health.metadata() == {"skipped_steps": 3, "skipped_in_a_row": 2}
+    later.restore(health.metadata() | {"step": 20})
+    assert lines_with(later.record(finished(21, False)), "step 21 ", "3 in a row")

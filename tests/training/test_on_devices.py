@@ -2,18 +2,13 @@
 
 import itertools
 import json
-import os
-import signal
 import subprocess
-import time
 
-import numpy as np
 import pytest
 from tensorflow.python.eager import context
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.towers.placement import HOST, short_device
-from tests.configs import recipe
 from tests.programs import COMMAND
 from tests.training.runs import Run
 
@@ -33,19 +28,14 @@ def partitions(step, num_towers):
     devices = {}
     for function in collected.function_graphs:
         nodes = list(itertools.chain.from_iterable(graph.node for graph in function.partition_graphs))
-        names = [node.name for node in nodes]
-        if any(f"tower_{num_towers - 1}/" in name for name in names) and not any(
-            f"tower_{num_towers}/" in name for name in names
-        ):
+        names = "".join(node.name for node in nodes)
+        if f"tower_{num_towers - 1}/" in names and f"tower_{num_towers}/" not in names:
             for node in nodes:
                 devices.setdefault(short_device(node.device), []).append(node)
     return devices
 
 
-SLOW_POLICIES = [pytest.param(policy, marks=pytest.mark.slow) for policy in ("cpu", "least_loaded")]
-
-
-@pytest.mark.parametrize("policy", ["round_robin", *SLOW_POLICIES])
+@pytest.mark.parametrize("policy", ["round_robin", pytest.param("cpu", marks=pytest.mark.slow)])
 def test_a_step_ran_where_the_policy_says(towers, examples, policy):
     """Read from the graphs that ran: each tower's convolutions on its device, each update beside its variable."""
     on_towers = towers(4)
@@ -63,30 +53,15 @@ def test_a_step_ran_where_the_policy_says(towers, examples, policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_every_precision_learns(towers, examples, precision):
-    settings = {"model": "speednet_proxy", "crop": 20, "shift": 0, "batch_size": 96, "whitening_images": 60}
-    run = Run(towers(2), examples, recipe("smoke", **settings), precision)
-    losses = [float(run.step(step).loss) for step in range(40)]
-    assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4]) and np.isfinite(losses).all()
-
-
-@pytest.mark.slow
-def test_killed_deterministic_run_resumes_to_the_same_bits(tmp_path, small_folder):
+def test_a_deterministic_run_in_two_parts_has_the_same_bits(tmp_path, small_folder):
     flags = ["--model=cifarnet", "--crop=24", "--batch_size=40", "--deterministic", f"--dataset={small_folder}"]
-    flags += ["--num_gpus=2", "--max_steps=60", "--checkpoint_every_steps=5", "--eval_every_epochs=0"]
-
-    def start(name):
-        return subprocess.Popen([*COMMAND, "train", *flags, f"--train_dir={tmp_path / name}"], env=os.environ)
-
-    assert start("whole").wait() == start("again").wait() == 0
-    killed = start("killed")
-    while not list((tmp_path / "killed").glob("step-*")) and killed.poll() is None:
-        time.sleep(0.05)
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL and start("killed").wait() == 0
-    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "again", "killed")]
-    assert len({result["weights_sha256"] for result in results}) == 1
+    flags += ["--num_gpus=2", "--eval_every_epochs=0"]
+    for name, steps in (("whole", 20), ("parts", 10), ("parts", 20)):
+        subprocess.run(
+            [*COMMAND, "train", *flags, f"--max_steps={steps}", f"--train_dir={tmp_path / name}"], check=True
+        )
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "parts")]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
 
 
 @pytest.mark.needs_gpu
