@@ -60,9 +60,8 @@ def test_towers_equal_an_independent_witness_in_float64(towers, examples, witnes
 
 
 def test_metrics_are_of_all_towers_and_losses_of_the_final_one(towers, examples):
-    _, metrics = trained(towers(4), examples, "float32", 1)
-    assert metrics.tower_losses.shape == (4,)
-    assert len(set(metrics.tower_losses)) == 4
+    _, metrics = trained(towers(2), examples, "float32", 1)
+    assert len(set(metrics.tower_losses)) == 2
     assert metrics.losses["total_loss"] == metrics.tower_losses[-1]
     weight_loss = metrics.losses["local3/weight_loss"] + metrics.losses["local4/weight_loss"]
     assert float(metrics.loss + weight_loss) == pytest.approx(np.mean(metrics.tower_losses), rel=1e-5)
@@ -83,7 +82,7 @@ def gpu_runs(node):
 @pytest.mark.parametrize(
     ("name", "precision", "settings"),
     [
-        ("speed96", "bfloat16", {"hard_example_pool": 24, "whitening_images": 60}),
+        ("speed96", "bfloat16", {"model": "speednet_proxy", "hard_example_pool": 24, "whitening_images": 60}),
         ("cifarnet", "float32", {"cutout": 4}),
         pytest.param("resnet20", "float32", {"micro_batches": 2}, marks=pytest.mark.slow),
     ],
@@ -152,7 +151,7 @@ def test_operations_are_on_their_tower_or_beside_their_variable(towers, examples
 @pytest.mark.parametrize("strategy", ["towers", pytest.param("mirrored", marks=pytest.mark.slow)])
 def test_frozen_groups_get_no_gradient_and_change_nothing_else(towers, examples, strategy):
     """After its epochs the whitening's bias rests, and the backward pass ends at the convolution after it."""
-    settings = {"model": "speednet_proxy", "crop": 0, "whitening_images": 200, "whitening_epochs": 0.1}
+    settings = {"model": "speednet_proxy", "crop": 20, "whitening_images": 60, "whitening_epochs": 0.1}
     config = cifarnet(**settings, strategy=strategy)
     filters = build.make_model(config, "float32", CIFAR10, examples).get_layer("whitening").kernel.numpy()
     weights, backward = [], []

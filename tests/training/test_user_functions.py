@@ -60,13 +60,12 @@ def train(file, towers, examples):
     return make
 
 
-def test_mixup_on_two_towers_and_in_micro_batches_is_that_of_one(train):
-    (one, first), (two, second), (parts, _) = (
-        train(count, 3, {"augment": "mixup"}, micro_batches=parts) for count, parts in ((1, 1), (2, 1), (2, 3))
+def test_mixup_on_two_towers_in_micro_batches_is_that_of_one(train):
+    (one, first), (parts, second) = (
+        train(count, 2, {"augment": "mixup"}, micro_batches=parts) for count, parts in ((1, 1), (2, 3))
     )
-    for other in (two, parts):
-        for name, value in one.values("model.").items():
-            np.testing.assert_allclose(other.values("model.")[name], value, rtol=0, atol=1e-4, err_msg=name)
+    for name, value in one.values("model.").items():
+        np.testing.assert_allclose(parts.values("model.")[name], value, rtol=0, atol=1e-4, err_msg=name)
     np.testing.assert_allclose([m.loss for m in first], [m.loss for m in second], rtol=1e-4)
 
 
