@@ -42,18 +42,17 @@ def test_a_file_is_read_anew_by_each_run(directory):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "mention"),
     [
-        ("b/nowhere.py:make", "there is no file .*b/nowhere.py"),
-        ("usercode_package.nowhere:make", "there is no module usercode_package.nowhere"),
-        ("usercode_nowhere.nets:make", "there is no module usercode_nowhere.nets"),
-        ("b/nets.py:mak", "b/nets.py has no function mak$"),
-        ("b/nets.py:left_out", "b/nets.py has no function left_out$"),
-        ("usercode_package.nets:mak", "usercode_package.nets has no function mak$"),
+        ("b/nowhere.py:make", "/b/nowhere.py"),
+        ("usercode_package.nowhere:make", "usercode_package.nowhere"),
+        ("usercode_nowhere.nets:make", "usercode_nowhere.nets"),
+        ("b/nets.py:mak", "function mak$"),
+        ("b/nets.py:left_out", "function left_out$"),
     ],
 )
-def test_a_missing_file_module_or_function_is_a_usage_error(directory, name, message):
-    with pytest.raises(UsageError, match=f"^model={name}: {message}"):
+def test_a_missing_file_module_or_function_is_a_usage_error(directory, name, mention):
+    with pytest.raises(UsageError, match=f"^model={name}: .*{mention}"):
         load_function("model", name)
 
 

@@ -1,12 +1,10 @@
-"""Arrays of a data set: moments, chunks, splits, and what checkpoints store of them."""
-
-import json
+"""Arrays of a data set: moments, splits, and what checkpoints store of them."""
 
 import numpy as np
 import pytest
 
 from cifar_towers.data import dataset, synthetic
-from cifar_towers.data.dataset import DatasetInfo, moments
+from cifar_towers.data.dataset import moments
 
 
 @pytest.mark.parametrize("at_once", [1, 4])
@@ -17,19 +15,6 @@ def test_moments_by_hand(monkeypatch, at_once):
     images[:, 0, :, 2] = 255
     mean, std = moments(images)
     assert mean == (25.0, 0.0, 255.0) and std == (pytest.approx(np.sqrt(125)), 1.0, 1.0)
-
-
-def test_chunks_have_at_most_so_many_pixels():
-    images = np.arange(5 * 4 * 2).reshape(5, 4, 2, 1)
-    for pixels, sizes in ((100, [5]), (40, [5]), (31, [3, 2]), (16, [2, 2, 1]), (1, [1] * 5)):
-        parts = [*dataset.chunks(images, pixels)]
-        assert [len(part) for part in parts] == sizes
-        np.testing.assert_array_equal(np.concatenate(parts), images)
-
-
-def test_dataset_info_survives_json():
-    info = DatasetInfo(("a", "b"), 24, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
-    assert DatasetInfo.from_json(json.loads(json.dumps(info._asdict()))) == info
 
 
 def test_validation_split_is_disjoint_and_reproducible():
