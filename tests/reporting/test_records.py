@@ -1,14 +1,6 @@
-import doctest
 from pathlib import Path
 
-import numpy as np
-
-from cifar_towers.reporting import records
 from cifar_towers.reporting.records import JsonlWriter, read_records
-
-
-def test_examples_of_docstrings():
-    assert doctest.testmod(records).failed == 0
 
 
 def test_resuming_removes_later_records_and_incomplete_lines(tmp_path):
@@ -19,10 +11,9 @@ def test_resuming_removes_later_records_and_incomplete_lines(tmp_path):
         file.write('{"kind": "tr')  # a crash in the middle of a line
     metrics = JsonlWriter(tmp_path)
     metrics.keep(lambda record: record["step"] <= 10)
-    metrics.write(kind="train", step=11)
-    metrics.write(kind="eval", step=11, accuracy=0.5)
-    assert [record["step"] for record in read_records(path)] == [5, 10, 11, 11]
-    assert list(read_records(path))[-1] == {"kind": "eval", "step": 11, "accuracy": 0.5}
+    metrics.write(kind="eval", step=11, loss=float("nan"))
+    assert [record["step"] for record in read_records(path)] == [5, 10, 11]
+    assert list(read_records(path))[-1] == {"kind": "eval", "step": 11, "loss": None}
 
 
 def test_a_full_disk_is_one_warning_and_damages_no_other_line(tmp_path, monkeypatch, caplog):
@@ -36,15 +27,7 @@ def test_a_full_disk_is_one_warning_and_damages_no_other_line(tmp_path, monkeypa
         patch.setattr(Path, "open", open_on_full_disk)
         for step in (2, 3):
             metrics.write(kind="train", step=step)
-    assert len(caplog.records) == 1 and "training continues without it" in caplog.text
+    assert len(caplog.records) == 1 and str(path) in caplog.text
     path.write_bytes(path.read_bytes() + b"\xff\xfe\n")
     metrics.write(kind="train", step=4)
     assert [record["step"] for record in read_records(path)] == [1, 4]
-
-
-def test_nonfinite_numbers_become_null(tmp_path):
-    value = {"a": [np.nan, (1, -np.inf)], "b": {"c": np.float32(np.inf), "d": np.int64(3), "e": Path("x")}, "f": True}
-    JsonlWriter(tmp_path).write(kind="train", step=1, **value)
-    expected = {"a": [None, [1, None]], "b": {"c": None, "d": 3, "e": "x"}, "f": True}
-    assert list(read_records(tmp_path / "metrics.jsonl")) == [{"kind": "train", "step": 1} | expected]
-    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()

@@ -1,8 +1,6 @@
 """A small synthetic set for all runs of this folder, and two finished runs for tests that only read one."""
 
-import contextlib
 import functools
-import io
 import shutil
 from dataclasses import replace
 
@@ -11,8 +9,7 @@ import pytest
 from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.data import synthetic
 from cifar_towers.data.image_files import resize_all
-from cifar_towers.reporting import figures
-from tests.runs.short_runs import QUICK, TINY, draw_nothing, run, small_runs
+from tests.runs.short_runs import QUICK, TINY, Recorder, run, small_runs
 
 
 @functools.cache
@@ -24,30 +21,28 @@ def small_splits():
 
 @pytest.fixture(autouse=True)
 def small_synthetic_set():
-    """Replace the synthetic set. Only `one_run` draws its confusion matrix."""
+    """Replace the synthetic set."""
     with small_runs(*small_splits()):
         yield
 
 
-def finished_run(directory, config, draw=figures.confusion_matrix, **settings):
-    """Return (directory, result, what was printed)."""
-    with small_runs(*small_splits()) as patch:
-        patch.setattr(figures, "confusion_matrix", draw)
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            result = run(config, directory, num_gpus=2, checkpoint_every_steps=9, **settings)
-    return directory, result, output.getvalue()
-
-
-@pytest.fixture(scope="session")
-def one_run(tmp_path_factory):
-    """Train on two towers, once for all tests that only read the run."""
-    return finished_run(tmp_path_factory.mktemp("runs") / "one", QUICK, tta=2, log_device_placement=True)
+def finished_run(directory, config, **settings):
+    """Return the directory of a run on two towers and its result."""
+    with small_runs(*small_splits()):
+        return directory, run(config, directory, num_gpus=2, checkpoint_every_steps=9, tta=2, **settings)
 
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
-    """Train the same with the tiny model, for tests that do not depend on the model."""
-    return finished_run(tmp_path_factory.mktemp("runs") / "tiny", TINY, draw_nothing, profile_steps="1:3")
+    """Train the tiny model, once for all tests that only read the run; return what a callback was told, too."""
+    directory, recorder = tmp_path_factory.mktemp("runs") / "tiny", Recorder()
+    return *finished_run(directory, TINY, profile_steps="1:3", callbacks=[recorder]), recorder
+
+
+@pytest.fixture(scope="session")
+def speednet_run(tmp_path_factory):
+    """Train a speednet, for slow tests."""
+    return finished_run(tmp_path_factory.mktemp("runs") / "speednet", QUICK)
 
 
 @pytest.fixture

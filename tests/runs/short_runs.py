@@ -69,6 +69,25 @@ class StopAtStep:
         yield
 
 
+class Recorder:
+    """A callback that keeps what it is told."""
+
+    def __init__(self):
+        self.calls = []
+
+    def on_start(self, run):
+        self.calls.append(("start", run.directory))
+
+    def on_step(self, step, metrics):
+        self.calls.append(("step", step, metrics))
+
+    def on_evaluation(self, step, evaluation):
+        self.calls.append(("evaluation", step, evaluation))
+
+    def on_end(self, run):
+        self.calls.append(("end", run.directory, run.result is not None))
+
+
 def stopped_after(step, directory, place):
     """Copy a run as it was if a kill came when nothing later than this step was saved: with its later records."""
     copy = shutil.copytree(directory, place)

@@ -6,12 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from cifar_towers.data import sources, synthetic
-from tests.runs.short_runs import TINY, records_of, run
+from cifar_towers.inference.run import load_run
+from cifar_towers.reporting.run_logger import Callbacks
+from tests.runs.short_runs import records_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/reference.md").read_text()
@@ -31,35 +32,40 @@ def import_example(name):
     return module
 
 
-def test_the_tables_of_records_have_every_key_and_no_other(tmp_path):
-    steps, evaluations = {}, []
-    recorder = SimpleNamespace(
-        on_step=lambda step, metrics: steps.update({step: metrics}),
-        on_evaluation=lambda step, evaluation: evaluations.append(evaluation),
-    )
-    run(TINY, tmp_path, num_gpus=2, callbacks=[recorder])
+def test_the_tables_of_records_have_every_key_and_no_other(tiny_run):
+    directory, _, recorder = tiny_run
     for kind, title in (("train", "Training records"), ("eval", "Evaluation records")):
         keys = set()
-        for record in records_of(tmp_path, kind):
+        for record in records_of(directory, kind):
             keys |= record.keys() - {"towers"} | {f"towers.{name}" for name in record.get("towers", {})}
         assert keys == documented_keys(title).keys()
+    last = {name: told for name, _, told in recorder.calls[1:]}
     names = {name for name in documented_keys("Training records").values() if name}
-    last = records_of(tmp_path, "train")[-1]
-    assert steps[last["step"]].keys() == names | {name.replace("tower_0", "tower_1") for name in names}
-    assert steps[last["step"]]["tower_1/cosine"] == last["towers"]["cosine"][1]
-    assert evaluations[-1].keys() == {name for name in documented_keys("Evaluation records").values() if name}
+    assert last["step"].keys() == names | {name.replace("tower_0", "tower_1") for name in names}
+    assert last["evaluation"].keys() == {name for name in documented_keys("Evaluation records").values() if name}
 
 
 @pytest.mark.parametrize(("library", "log"), [("wandb", "init().log"), ("mlflow", "log_metrics")])
-def test_a_tracker_gets_every_record(tmp_path, monkeypatch, library, log):
+def test_a_tracker_gets_every_record(tiny_run, monkeypatch, library, log):
     tracker = MagicMock()
     monkeypatch.setitem(sys.modules, library, tracker)
-    run(TINY, tmp_path, max_steps=2, callbacks=[import_example(f"track_with_{library}").Tracker()])
-    logged = {name: call.args for call in tracker.mock_calls for name in call.args[0] if call[0] == log}
-    last, score = records_of(tmp_path, "train")[-1], records_of(tmp_path, "eval")[-1]
-    assert logged["loss"][0]["loss"] == last["loss"] and logged["loss"][1] == last["step"] == 2
-    (name,) = (name for name in logged if "ema" in name and "accuracy" in name)
-    assert logged[name][0][name] == score["accuracy"]
+    steps, scores = (records_of(tiny_run[0], kind) for kind in ("train", "eval"))
+    callbacks = Callbacks([import_example(f"track_with_{library}").Tracker()], load_run(tiny_run[0]))
+    with callbacks.until_end():
+        callbacks.start()
+        for record in steps:
+            callbacks.step(record["step"], record)
+        for record in scores:
+            callbacks.evaluation(record["step"], record)
+    logged = [call.args for call in tracker.mock_calls if call[0] == log]
+    of_steps, of_scores = logged[: len(steps)], logged[len(steps) :]
+    assert [(metrics["loss"], step) for metrics, step in of_steps] == [(r["loss"], r["step"]) for r in steps]
+    assert [(list(metrics.values()), step) for metrics, step in of_scores] == [
+        ([record["accuracy"], record["loss"], record["ece"]], record["step"]) for record in scores
+    ]
+    assert (
+        len({name for metrics, _ in of_scores for name in metrics}) == 9
+    )  # three of raw weights, and of averages without and with TTA
     assert tracker.mock_calls[-1][0] in ("init().finish", "end_run")
 
 
@@ -79,5 +85,8 @@ def test_a_hugging_face_data_set_becomes_arrays(tmp_path, monkeypatch):
     dataset = sources.load(sources.find(f"npz:{tmp_path / 'arrays.npz'}"))
     assert dataset.train.info.class_names == synthetic.CLASSES
     for name, split in splits.items():
-        np.testing.assert_array_equal(getattr(dataset, name).images, split.images)
-        np.testing.assert_array_equal(getattr(dataset, name).labels, split.labels)
+        read, made = (
+            sorted((image.tobytes(), label) for image, label in zip(each.images, each.labels, strict=True))
+            for each in (getattr(dataset, name), split)
+        )
+        assert read == made

@@ -1,67 +1,47 @@
-"""Runs that cannot start or go on: the error names the reason and what to type."""
+"""Runs that cannot start or go on: the error names what is wrong and what to type."""
 
 import shutil
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import tensorflow as tf
 
 from cifar_towers import trainer
-from cifar_towers.errors import DataError, Interrupted, UsageError
-from cifar_towers.training import build
-from tests.runs.short_runs import TINY, StopAtStep, run
+from cifar_towers.errors import DataError, UsageError
+from tests.runs.short_runs import QUICK, TINY, run
 
-OOM = tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor\nwith shape [1024,64]")
+NETS = Path(__file__).parents[1] / "nets.py"
 
 
 def test_too_little_memory_is_explained(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "train_from", Mock(side_effect=OOM))
-    with pytest.raises(UsageError, match=r"memory is too small .*\[1024,64\].*--micro_batches=4 and --overwrite"):
+    error = tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor\nwith shape [1024,64]")
+    monkeypatch.setattr(trainer, "train_from", Mock(side_effect=error))
+    with pytest.raises(UsageError, match=r"\[1024,64\].*--micro_batches=4 and --overwrite"):
         run(TINY, tmp_path / "run", micro_batches=2)
 
 
-def test_an_error_while_the_step_is_built_is_a_bug(tmp_path, monkeypatch):
-    """A usage error would have no traceback, and the launcher would not restart the run."""
-    error = ValueError("of Keras")
-    monkeypatch.setattr(build, "make_optimizer", Mock(side_effect=error))
-    with pytest.raises(ValueError, match="of Keras") as caught:
-        run(TINY, tmp_path / "run")
-    assert caught.value is error
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"train_dir": "file/run"}, "Not a directory"),
-        ({"soft_placement": False}, "2 towers need 2 GPUs"),
-    ],
-)
-def test_run_that_cannot_start_leaves_no_directory(tmp_path, monkeypatch, settings, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=message):
-        run(TINY, **{"num_gpus": 2, "max_steps": 4, "train_dir": "run"} | settings)
+def test_images_that_do_not_reach_the_size_of_the_evaluation_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="image_size_schedule=0=18,2=20 .*18 .*20"):
+        run(QUICK, tmp_path / "run", image_size_schedule="0=18,2=20")
     assert not (tmp_path / "run").exists()
 
 
-def test_validation_images_that_vanish_or_appear_are_changed_data(tmp_path, small_folder):
-    """Else the test images would choose the best checkpoint of a run that had validation images, or the reverse."""
+def test_a_checkpoint_of_another_net_is_refused(tmp_path):
+    """The function has the same name, and makes another net than before."""
+    file = Path(shutil.copy(NETS, tmp_path))
+    run(TINY, tmp_path / "run", model=f"{file}:tiny", max_steps=1)
+    file.write_text(NETS.read_text().replace("Conv2D(8, 3", "Conv2D(4, 3"))
+    with pytest.raises(UsageError, match="conv2d.kernel .* --train_dir"):
+        run(TINY, tmp_path / "run", model=f"{file}:tiny", max_steps=2)
+
+
+def test_images_that_have_changed_are_refused(tmp_path, small_folder):
+    """Else the test images would choose the best checkpoint of a run that had validation images."""
     photos = shutil.copytree(small_folder.removeprefix("folder:"), tmp_path / "photos")
     validation = shutil.copytree(photos / "test", photos / "validation")
-    on_photos = {"dataset": f"folder:{photos}", "batch_size": 40, "max_steps": 2}
-
-    def stop_after_a_step(name):
-        with pytest.raises(Interrupted, match="step 1"):
-            run(TINY, tmp_path / name, StopAtStep(1), **on_photos)
-
-    stop_after_a_step("with")
-    validation.rename(tmp_path / "validation")
-    refused = "was trained on other validation images than folder:.*/photos has now; put the images back as they"
-    with pytest.raises(DataError, match=refused) as caught:
-        run(TINY, tmp_path / "with", **on_photos)
-    assert caught.value.exit_code == 3
-    stop_after_a_step("without")
-    (tmp_path / "validation").rename(validation)
-    with pytest.raises(DataError, match=refused):
-        run(TINY, tmp_path / "without", **on_photos)
-    assert run(TINY, tmp_path / "with", **on_photos)["step"] == 2  # with its images it goes on
+    on_photos = {"train_dir": tmp_path / "run", "dataset": f"folder:{photos}", "batch_size": 40}
+    run(TINY, **on_photos, max_steps=1)
+    shutil.rmtree(validation)
+    with pytest.raises(DataError, match="validation images .*photos"):
+        run(TINY, **on_photos, max_steps=2)

@@ -19,28 +19,54 @@ TAGS |= {f"{kind}/group1_gelu1" for kind in ("activations", "sparsity")}
 TAGS |= {f"{kind}/group1_conv1/kernel" for kind in ("weights", "gradients")}
 
 
-def test_tensorboard_training_tags(one_run):
-    train = events_of(one_run[0] / "train")
-    tags = set(train.Tags()["tensors"])
-    assert tags >= TAGS
-    assert not [tag for tag in tags if "tower_" in tag]
-    names = {node.name.split("/")[0] for node in train.Graph().node}
-    assert {"tower_0", "tower_1"} <= names
-    shown = tensors_of(train, "input/augmented")[20]
-    assert tf.io.decode_png(shown[2]).shape == (int(shown[1]), int(shown[0]), 3)
+@pytest.mark.slow
+def test_tags_of_a_speednet(speednet_run):
+    train = events_of(speednet_run[0] / "train")
+    assert set(train.Tags()["tensors"]) >= TAGS
     counts = tensors_of(train, "activations/group1_gelu1")
-    assert list(counts) == [5, 10, 15, 20]
     assert counts[20][:, 2].sum() == 64 * 9 * 9 * 32  # 64 images after the first pool, 32 channels
+
+
+def test_each_tower_has_a_curve_of_its_own_and_a_box_in_the_graph(tiny_run):
+    train = events_of(tiny_run[0] / "train")
+    assert not [tag for tag in train.Tags()["tensors"] if "tower_" in tag]
+    assert {"tower_0", "tower_1"} <= {node.name.split("/")[0] for node in train.Graph().node}
     for tower in ("tower_0", "tower_1"):
-        cosines = tensors_of(events_of(one_run[0] / tower), "towers/cosine")
+        cosines = tensors_of(events_of(tiny_run[0] / tower), "towers/cosine")
         assert list(cosines) == [5, 10, 15, 20] and 0 < cosines[5] <= 1
 
 
-def test_tensorboard_tags_do_not_depend_on_the_number_of_towers(tmp_path, tiny_run):
-    run(TINY, tmp_path, num_gpus=1, max_steps=5)
+def test_pictures_and_scores(tiny_run):
+    directory, result, _ = tiny_run
+    train, evaluated = events_of(directory / "train"), events_of(directory / "eval")
+    for events, tag in ((train, "input/augmented"), (evaluated, "confusion/test"), (evaluated, "mistakes/test")):
+        width, height, png = tensors_of(events, tag)[20]
+        assert tf.io.decode_png(png).shape == (int(height), int(width), 3)
+    shown = tensors_of(evaluated, "accuracy/test/ema_tta2")
+    assert shown[20] == pytest.approx(result["evaluations"][-1]["accuracy"])
+    assert tensors_of(evaluated, "final/training_seconds")[20] > 0
+
+
+def test_smoothed_losses_are_moving_averages_of_the_raw_ones(tiny_run):
+    train = events_of(tiny_run[0] / "train")
+    for term in ("cross_entropy", "total_loss"):
+        raw, averaged = (tensors_of(train, f"losses/{term}{which}") for which in (" (raw)", ""))
+        total, weight = np.float64(0), np.float64(0)
+        for step in range(1, 21):
+            total, weight = 0.9 * total + 0.1 * np.float64(raw[step]), 0.9 * weight + 0.1
+            assert averaged[step] == pytest.approx(total / weight, rel=1e-6)
+
+
+PROXY = {"batch_size": 50, "hard_example_pool": 200}
+
+
+@pytest.mark.parametrize(
+    ("settings", "more"), [({}, set()), pytest.param(PROXY, {"proxy/loss", "proxy/accuracy"}, marks=pytest.mark.slow)]
+)
+def test_tags_do_not_depend_on_the_number_of_towers(tmp_path, tiny_run, settings, more):
+    run(TINY, tmp_path, max_steps=2, **settings)
     one, two = (set(events_of(path / "train").Tags()["tensors"]) for path in (tmp_path, tiny_run[0]))
-    assert one == two
-    assert not list(tmp_path.glob("tower_*"))
+    assert one == two | more and not list(tmp_path.glob("tower_*"))
 
 
 def test_every_tag_of_the_tutorial_has_a_counterpart(tmp_path):
@@ -68,24 +94,3 @@ def test_every_tag_of_the_tutorial_has_a_counterpart(tmp_path):
         run(config, tmp_path)
     tags = {tag for part in ("train", "eval") for tag in events_of(tmp_path / part).Tags()["tensors"]}
     assert ours <= tags, ours - tags
-
-
-def test_smoothed_losses_are_moving_averages_of_the_raw_ones(one_run):
-    train = events_of(one_run[0] / "train")
-    for term in ("cross_entropy", "total_loss"):
-        raw, averaged = (tensors_of(train, f"losses/{term}{which}") for which in (" (raw)", ""))
-        total, weight = np.float64(0), np.float64(0)
-        for step in range(1, 21):
-            total, weight = 0.9 * total + 0.1 * np.float64(raw[step]), 0.9 * weight + 0.1
-            assert averaged[step] == pytest.approx(total / weight, rel=1e-6)
-
-
-def test_tensorboard_evaluation_tags(one_run):
-    directory, result, _ = one_run
-    evaluated = events_of(directory / "eval")
-    for picture in ("confusion", "mistakes"):
-        width, height, png = tensors_of(evaluated, f"{picture}/test")[20]
-        assert tf.io.decode_png(png).shape == (int(height), int(width), 3) and int(width) > 300
-    shown = tensors_of(evaluated, "accuracy/test/ema_tta2")
-    assert shown[20] == pytest.approx(result["evaluations"][-1]["accuracy"])
-    assert tensors_of(evaluated, "final/training_seconds")[20] > 0
