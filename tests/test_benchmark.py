@@ -1,4 +1,4 @@
-"""The benchmark: its cases, a visit's flags, the order of rounds, the report, and one whole benchmark."""
+"""The benchmark: its cases, a visit's flags, the order of rounds, and the report."""
 
 import dataclasses
 import itertools
@@ -15,9 +15,9 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import BenchmarkConfig
 from cifar_towers.config.train_config import recipe_names
 from cifar_towers.errors import RunError
-from tests.programs import finish, start
 
 CPU, MIRRORED = BenchmarkCase(2, "towers", "cpu"), BenchmarkCase(2, "mirrored", "")
+FASTEST = "--num_gpus=2 --variable_placement=cpu"
 MACHINE = {"processor": "Abacus", "cores": 2, "gpus": ["A100", "A100"], "packages": {"tensorflow": "2"}}
 
 
@@ -67,24 +67,16 @@ def test_report_has_medians_quartiles_and_the_fastest_case(config, tmp_path, cap
     rates = {MIRRORED: [10.0, 50.0, 30.0, 20.0, 40.0], CPU: [60.0, 61.0, 62.0]}
     benchmark.write_json(config, rates, MACHINE)
     benchmark.publish(config, rates, MACHINE)
-    printed = capsys.readouterr().out
-    title, heading, *rows = printed.strip().splitlines()[:4]
-    assert title == "mine, batches of 100; Abacus, 2 cores, 2 x A100"
-    assert [row.split() for row in rows] == [
-        ["2", "towers", "cpu", "61", "60-62", "1,639.3", "3"],
-        ["2", "mirrored", "-", "30", "20-40", "3,333.3", "5"],
-    ]
-    fastest = "--num_gpus=2 --variable_placement=cpu"
-    assert heading.split()[:2] == ["towers", "strategy"] and printed.endswith(f"fastest: {fastest}\n")
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    cpu = ["2", "towers", "cpu", "61", "60-62", "1,639.3", "3"]
+    mirrored = ["2", "mirrored", "-", "30", "20-40", "3,333.3", "5"]
+    assert rows.index(cpu) == rows.index(mirrored) - 1 and rows[-1][1:] == FASTEST.split()
     written = json.loads((tmp_path / "benchmark.json").read_text())
-    assert (written["recipe"], written["batch_size"], written["fastest"]) == ("mine", 100, fastest)
+    assert (written["recipe"], written["batch_size"], written["fastest"]) == ("mine", 100, FASTEST)
     (slow,) = (case for case in written["cases"] if case["strategy"] == "mirrored")
     assert (slow["median"], slow["quartiles"], slow["images_per_sec"]) == (30.0, [20.0, 40.0], rates[MIRRORED])
-    (axes,) = benchmark.plot(rates, title).axes
-    assert [text.get_text().split()[-1] for text in axes.get_yticklabels()] == [
-        "--variable_placement=cpu",
-        "--strategy=mirrored",
-    ]
+    (axes,) = benchmark.plot(rates, "title").axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == [FASTEST, "--num_gpus=2 --strategy=mirrored"]
     assert [bar.get_width() for bar in axes.patches] == [61.0, 30.0]
     assert matplotlib.image.imread(tmp_path / "benchmark.png")[..., :3].std() > 0.05
 
@@ -104,25 +96,10 @@ def test_finished_visits_are_reported_whatever_happens_later(config, monkeypatch
 
     monkeypatch.setattr(benchmark, "visit", visit)
     benchmark.run_benchmark(config, [])
-    printed = capsys.readouterr().out
-    assert "--strategy=mirrored: left out: OOM when allocating" in printed and "fastest: " in printed
+    assert "--strategy=mirrored: left out: OOM when allocating" in capsys.readouterr().out
     assert len(json.loads((config.directory / "benchmark.json").read_text())["cases"]) == 3
 
 
 def test_without_any_measurement_the_benchmark_fails(config):
-    with pytest.raises(RunError, match="no case could be measured"):
+    with pytest.raises(RunError, match="no case"):
         benchmark.run_benchmark(config, ["false"])
-
-
-@pytest.mark.slow
-def test_benchmark_end_to_end(tmp_path, small_folder):
-    net = ["--model=cifarnet", "--crop=24", f"--dataset={small_folder}", "--batch_size=16", "--precision=float32"]
-    code, out, err = finish(
-        start("benchmark", *net, "--towers=1", "--minutes=0", f"--train_dir={tmp_path}"), timeout=300
-    )
-    assert code == 0, err
-    assert {path.name for path in tmp_path.iterdir()} == {"benchmark.json", "benchmark.png"}
-    written = json.loads((tmp_path / "benchmark.json").read_text())
-    (case,) = written["cases"]
-    assert len(case["images_per_sec"]) == 1 and case["median"] > 1
-    assert out.endswith(f"fastest: {written['fastest']}\n") and "--num_gpus=1" in written["fastest"]

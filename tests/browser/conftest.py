@@ -6,7 +6,6 @@ import shutil
 import time
 import urllib.request
 from pathlib import Path
-from types import SimpleNamespace
 from urllib.parse import quote
 
 import pytest
@@ -20,28 +19,16 @@ from cifar_towers.signals import StopSignals
 
 RECIPE = Path(__file__).parents[2] / "configs/smoke.cfg"
 SMALL = (
-    "--num_gpus=2",
-    "--batch_size=100",
-    "--crop=20",
-    "--shift=0",
-    "--whitening_images=500",
-    "--ema_decay=0.5",
-    "--precision=float32",
-    "--eval_every_epochs=1",
-    "--summary_every_steps=5",
-)
+    "--num_gpus=2", "--batch_size=100", "--crop=20", "--shift=0", "--whitening_images=500", "--ema_decay=0.5",
+    "--precision=float32", "--eval_every_epochs=1", "--summary_every_steps=5",
+)  # fmt: skip
 NAME = "small"
 SCREENSHOTS = Path(__file__).parents[2] / "runs/test-browser"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
 TIMEOUT_SECONDS = 40.0  # of any wait, on two shared cores
 
 
@@ -88,7 +75,7 @@ def page(browser, request):
 
 @pytest.fixture(scope="session")
 def run(browser, tmp_path_factory):
-    """Train on two towers, evaluated after each of two epochs of 15 steps, in a directory of its own, like `runs/`."""
+    """Train on two towers, evaluated after each of two epochs of 15 steps, and return the run's directory."""
     directory = tmp_path_factory.mktemp("runs") / NAME
     config = parse_command_line(TrainConfig, [f"--flagfile={RECIPE}", f"--train_dir={directory}", *SMALL])
     with pytest.MonkeyPatch.context() as patch:
@@ -96,15 +83,13 @@ def run(browser, tmp_path_factory):
         patch.setattr(synthetic, "load", lambda: small)
         source, config = api.locate_data(config)
         api.train_run(config, source, StopSignals(()))
-    names = "config", "environment", "result"
-    contents = {name: json.loads((directory / f"{name}.json").read_text()) for name in names}
-    return SimpleNamespace(directory=directory, **contents)
+    return directory
 
 
 @pytest.fixture(scope="session")
 def tensorboard(browser, run):
     """Return the address of a TensorBoard server that lists every directory with event files."""
-    logdir, deadline = run.directory.parent, time.monotonic() + 3 * TIMEOUT_SECONDS
+    logdir, deadline = run.parent, time.monotonic() + 3 * TIMEOUT_SECONDS
     server = program.TensorBoard()
     server.configure(argv=["", f"--logdir={logdir}", "--host=127.0.0.1", "--port=0"])
     address = server.launch()

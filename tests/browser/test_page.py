@@ -1,32 +1,27 @@
 """The report of a run in a browser: self-contained, in light and dark, on wide and narrow screens."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from cifar_towers.inference import report
+from cifar_towers.inference.runs import read_runs
 
 pytestmark = pytest.mark.browser
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
-def report(run, tmp_path_factory):
-    """Return the address of the page that `scripts/report.py` writes about a run."""
-    path = tmp_path_factory.mktemp("report") / "report.html"
-    subprocess.run([sys.executable, ROOT / "scripts/report.py", run.directory, f"--out={path}"], check=True)
-    return path.as_uri()
+def address(run, tmp_path_factory):
+    """Return the address of the page about a run."""
+    return report.write(read_runs([run]), tmp_path_factory.mktemp("report") / "report.html").as_uri()
 
 
 @pytest.mark.parametrize("width", [1300, 420])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_report(page, expect, report, scheme, width):
+def test_report(page, expect, address, scheme, width):
     asked = []
     page.on("request", lambda request: asked.append(request.url))
     page.emulate_media(color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 900})
-    page.goto(report)
+    page.goto(address)
 
     images = page.locator("img")
     for image in images.all():
@@ -39,7 +34,7 @@ def test_report(page, expect, report, scheme, width):
     )
     assert contents and all(contents)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert [url for url in asked if not url.startswith("data:")] == [report]
+    assert [url for url in asked if not url.startswith("data:")] == [address]
 
     paper, ink = page.evaluate(
         "['backgroundColor', 'color'].map(of => getComputedStyle(document.body)[of].match(/\\d+/g).map(Number))"

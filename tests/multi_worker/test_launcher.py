@@ -3,13 +3,9 @@
 import os
 import signal
 import sys
-import threading
-import time
 
 import pytest
 
-from cifar_towers.cli.main import flag_settings, help_text
-from cifar_towers.config.programs import LaunchConfig
 from cifar_towers.errors import DataError, DivergedError, RunError, UsageError, WorkerLostError, interrupt_exit_code
 from cifar_towers.multi_worker import launcher
 
@@ -39,23 +35,20 @@ FINAL = [0, UsageError.exit_code, DataError.exit_code, DivergedError.exit_code]
 RESTARTED = [RunError.exit_code, WorkerLostError.exit_code, *map(interrupt_exit_code, (signal.SIGKILL, signal.SIGTERM))]
 
 
-@pytest.mark.parametrize(("code", "num_starts"), [(code, 1) for code in FINAL] + [(code, 3) for code in RESTARTED])
-def test_restarts_only_after_exit_codes_that_may_not_recur(launch, code, num_starts):
-    exit_code, starts, logged = launch(f"sys.exit({code})", max_restarts=2)
+EXITS = [
+    *((code, code, 1) for code in FINAL),
+    *((code, code, 3) for code in RESTARTED),
+    ("5 if starts < 2 else 0", 0, 2),
+]
+
+
+@pytest.mark.parametrize(("exits", "code", "num_starts"), EXITS)
+def test_restarts_only_after_exit_codes_that_may_not_recur(launch, exits, code, num_starts):
+    exit_code, starts, logged = launch(f"sys.exit({exits})", max_restarts=2)
     assert exit_code == code and len(starts) == num_starts and len(logged) == num_starts - 1
     assert [line[2:] for line in starts] == [
         ["--flag", *["--nooverwrite"] * bool(restart)] for restart in range(num_starts)
     ]
-
-
-def test_the_help_names_the_exit_codes_after_which_there_is_no_restart():
-    text = " ".join(help_text(flag_settings(LaunchConfig), "", is_full=True).split())
-    assert "restarts; none after exit codes {}, {}, {} and {}".format(*launcher.FINAL) in text
-
-
-def test_no_restart_after_success(launch):
-    code, starts, logged = launch("sys.exit(5 if starts < 3 else 0)")
-    assert code == 0 and len(starts) == 3 and logged[-1] == "the process ended with exit code 5; restart 2 of at most 3"
 
 
 def test_workers_get_an_index_and_a_share_of_the_cores(launch):
@@ -70,25 +63,24 @@ def test_workers_get_an_index_and_a_share_of_the_cores(launch):
 
 def test_fewer_gpus_than_workers_are_refused(launch, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(UsageError, match="num_workers=2 needs a GPU for each, and this machine has 1"):
+    with pytest.raises(UsageError, match="num_workers=2 .* 1;"):
         launch("sys.exit(0)", num_workers=2)
+
+
+ALL_STARTED = "while len(open(sys.argv[1]).readlines()) % 3: time.sleep(0.01)\n"
 
 
 def test_failed_worker_ends_the_others_and_is_named(launch, monkeypatch, capfd):
     monkeypatch.setattr(launcher, "EXIT_TIMEOUT_SECONDS", 0.2)
-    program = """
-if index == 1:
-    while len(open(sys.argv[1]).readlines()) % 3: time.sleep(0.01)  # until all have started
-    os.write(1, b'last words \\xff'); sys.exit(5)
-time.sleep(60)"""
+    program = f"if index == 1:\n    {ALL_STARTED}    os.write(1, b'last words \\xff'); sys.exit(5)\ntime.sleep(60)"
     code, starts, logged = launch(program, num_workers=3, max_restarts=1)
     assert code == 5 and len(starts) == 6
-    assert logged == ["worker 1 ended with exit code 5; restart 1 of at most 1"]
+    (line,) = logged
+    assert "worker 1 " in line and " 5;" in line
     assert capfd.readouterr().err.count("worker 1: last words") == 2
 
 
 def test_signal_is_forwarded_and_prevents_restarts(launch):
-    threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGTERM]).start()
-    start = time.monotonic()
-    code, starts, logged = launch("time.sleep(60)", num_workers=2)
-    assert code == 143 and len(starts) == 2 and not logged and time.monotonic() - start < 30
+    program = f"if index == 1:\n    {ALL_STARTED}    os.kill(os.getppid(), 15)\ntime.sleep(60)"
+    code, starts, logged = launch(program, num_workers=3)
+    assert code == 128 + signal.SIGTERM and len(starts) == 3 and not logged

