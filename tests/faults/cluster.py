@@ -1,25 +1,23 @@
 """A worker of a cluster is killed, stopped, interrupted or cut off, or its Slurm job is preempted: the others end, and
-the restarted run loses no bit.
-
-The launcher starts the workers, and restarts all of them from the last checkpoint.
+the run that the launcher restarts loses no bit.
 """
 
-import contextlib
 import functools
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 from tests.faults import harness
 from tests.faults.harness import Experiment, Trial, check
-from tests.faults.runs import Run, command, last_recorded
+from tests.faults.runs import Run, command
 from tests.faults.subjects import OURS
 from tests.programs import COMMAND
 
@@ -32,19 +30,19 @@ FLAGS = (
 )
 BATCH_SCRIPT = Path(__file__).parents[2] / "docs/cluster/train.sbatch"
 SRUN = f"""#!{sys.executable}
-# Starts the tasks as `srun` does, and passes signals on to all of them.
+# Starts two tasks as `srun` does, and passes SIGUSR1 on to both.
 import os, signal, subprocess, sys
 command = sys.argv[1:]
 while command[0].startswith("-"):
     command.pop(0)
-tasks = []
-for index in map(str, range(int(os.environ["SLURM_STEP_NUM_TASKS"]))):
-    tasks.append(subprocess.Popen(command, env=os.environ | {{"SLURM_PROCID": index, "SLURM_LOCALID": index}}))
-for number in (signal.SIGUSR1, signal.SIGTERM):
-    signal.signal(number, lambda number, _: [task.send_signal(number) for task in tasks])
+variables = [os.environ | {{"SLURM_PROCID": index, "SLURM_LOCALID": index}} for index in "01"]
+tasks = [subprocess.Popen(command, env=environment) for environment in variables]
+signal.signal(signal.SIGUSR1, lambda number, _: [task.send_signal(number) for task in tasks])
 sys.exit(max(task.wait() % 256 for task in tasks))
 """
 SCONTROL = '#!/bin/sh\necho "$@" >> "$SLURM_SUBMIT_DIR/scontrol"\n'
+ADDRESSES = "127.0.0.1:5000,127.0.0.1:5001"
+TWO_LAUNCHERS = 'ip link set lo up; "$@" --worker_index=1 & "$@" --worker_index=0; wait $!'
 
 
 def signal_worker(number: signal.Signals, victims: Sequence[int], trial: Trial) -> str:
@@ -52,51 +50,43 @@ def signal_worker(number: signal.Signals, victims: Sequence[int], trial: Trial) 
     count = 2 + trial.index % 2
     victim, after = trial.rng.choice(victims[:count]), trial.rng.randint(1, STEPS - 10)
     trial.details = f"{number.name} to worker {victim} of {count} after step {after}"
+    message = "" if number == signal.SIGTERM else f"lost: worker {victim} of {count}"
     with launched(count, trial.scratch) as launcher:
         wait_for_step(launcher, after)
-        workers = worker_pids(launcher.pid)
-        victim_pid = workers.pop(victim)
-        response = time_to_end(workers.values(), lambda: os.kill(victim_pid, number))
+        workers = psutil.Process(launcher.pid).children()  # in the order of their indices
+        workers.pop(victim).send_signal(number)
+        trial.response = time_to_end(workers)
         launcher.wait(TIMEOUT)
-    trial.details += f": all others ended {response:.3f} s after the signal"
-    in_time = launcher.exit_code == 0 and response <= MAX_RESPONSE
-    check(in_time, f"exit code {launcher.exit_code}: {launcher.last_line}")
-    named = number == signal.SIGTERM or f"lost: worker {victim} of {count}" in launcher.output
-    check(named, "the lost worker was not named")
-    return check_recovered(launcher, count)
+    return check_restarted(trial, launcher, count, message)
 
 
 def cut_network(trial: Trial) -> str:
-    """Take the link between two workers, in network namespaces of their own, down after a random step, and up again."""
+    """Cut two workers off, in a network namespace of their own, after a random step, until both have ended."""
     after = trial.rng.randint(1, STEPS - 10)
-    trial.details = f"the link between two workers down after step {after}"
-    with network_namespace() as (namespace, hosts), contextlib.ExitStack() as stack:
-        workers = []
-        for index, prefix in enumerate(([], ["ip", "netns", "exec", namespace])):
-            flags = ["--max_restarts=3", "--", *FLAGS, f"--train_dir={trial.scratch / 'run'}"]
-            flags += [
-                "--strategy=multi_worker",
-                f"--workers={','.join(f'{host}:5000' for host in hosts)}",
-                f"--worker_index={index}",
-            ]
-            words = [*prefix, *COMMAND, "launch", *flags]
-            scratch = trial.scratch / f"worker{index}"
-            scratch.mkdir()
-            workers.append(stack.enter_context(Run(scratch, functools.partial(os.execvp, words[0], words))))
-            workers[-1].directory = trial.scratch / "run"
-        wait_for_step(workers[0], after)
-        link = ["ip", "-n", namespace, "link", "set", "link1"]
-        pids = [pid for worker in workers for pid in worker_pids(worker.pid).values()]
-        response = time_to_end(pids, lambda: subprocess.run([*link, "down"], check=True))
+    trial.details = f"the loopback of two workers down after step {after}"
+    words = ["unshare", "--net", "sh", "-ec", TWO_LAUNCHERS, "sh", *COMMAND, "launch", "--", *FLAGS]
+    words += [f"--train_dir={trial.scratch / 'run'}", "--strategy=multi_worker", f"--workers={ADDRESSES}"]
+    with Run(trial.scratch, functools.partial(os.execvp, words[0], words)) as launchers:
+        wait_for_step(launchers, after)
+        link = ["nsenter", f"--net=/proc/{launchers.pid}/ns/net", "ip", "link", "set", "lo"]
+        workers = [worker for each in psutil.Process(launchers.pid).children() for worker in each.children()]
+        subprocess.run([*link, "down"], check=True)
+        trial.response = time_to_end(workers)
         subprocess.run([*link, "up"], check=True)
-        for worker in workers:
-            worker.wait(TIMEOUT)
-    trial.details += f": all ended {response:.3f} s after the signal"
-    check(response <= MAX_RESPONSE, "not ended in time")
-    for worker in workers:
-        check(worker.exit_code == 0, f"exit code {worker.exit_code}: {worker.last_line}")
-        check("lost: worker " in worker.output, "the lost worker was not named")
-    return check_recovered(workers[0], 2)
+        launchers.wait(TIMEOUT)
+    return check_restarted(trial, launchers, 2, "lost: worker ")
+
+
+def check_restarted(trial: Trial, launcher: Run, count: int, message: str) -> str:
+    """Check that a run's workers were restarted once, and ended with the weights of an undisturbed run."""
+    check(trial.response <= MAX_RESPONSE, "not ended in time")
+    check(launcher.exit_code == 0, launcher.ending)
+    check(message in launcher.output, "the lost worker was not named")
+    restarts = set(re.findall(r"restart \d+ of at most", launcher.output))
+    same = launcher.weights == undisturbed_weights(count)
+    outcome = f"{len(restarts)} restart, {'same weights' if same else 'OTHER WEIGHTS'}"
+    check(same and len(restarts) == 1, outcome)
+    return outcome
 
 
 def preempt_job(trial: Trial) -> str:
@@ -104,28 +94,21 @@ def preempt_job(trial: Trial) -> str:
     after = trial.rng.randint(1, STEPS - 10)
     trial.details = f"SIGUSR1 to the batch script after step {after}"
     job = functools.partial(run_batch_script, trial.scratch)
-    with Run(trial.scratch, job) as first:
-        first.directory = trial.scratch / "runs" / "slurm-job"
+    directory, requeued = trial.scratch / "runs" / "slurm-job", trial.scratch / "scontrol"
+    with Run(trial.scratch, job, directory) as first:
         wait_for_step(first, after)
         start = time.monotonic()
         os.kill(first.pid, signal.SIGUSR1)
         first.wait(TIMEOUT)
-    trial.details += f": ended {time.monotonic() - start:.3f} s after the signal"
-    check(first.exit_code == 128 + signal.SIGUSR1, f"exit code {first.exit_code}: {first.last_line}")
-    requeued = trial.scratch / "scontrol"
+        trial.response = first.end - start
+    check(first.exit_code == 128 + signal.SIGUSR1, first.ending)
     check(requeued.exists() and requeued.read_text().startswith("requeue "), "the job was not queued again")
-    with Run(trial.scratch, job) as second:
-        second.directory = first.directory
+    with Run(trial.scratch, job, directory) as second:
         second.wait(TIMEOUT)
-    check(second.exit_code == 0, f"exit code {second.exit_code}: {second.last_line}")
-    check("resuming from step" in second.output, "restarted at 0")
+    check(second.exit_code == 0, second.ending)
+    second.check_resumed(after)
     check(second.weights == undisturbed_weights(2), "OTHER WEIGHTS")
     return "requeued, same weights"
-
-
-def launched(count: int, scratch: Path) -> Run:
-    """Start the launcher with this many workers, which train in `scratch/run`."""
-    return Run(scratch, command("launch", (f"--num_workers={count}", "--", *FLAGS, f"--train_dir={scratch / 'run'}")))
 
 
 def run_batch_script(submit: Path) -> None:
@@ -144,51 +127,9 @@ def run_batch_script(submit: Path) -> None:
     os.execve("/bin/bash", ["bash", str(BATCH_SCRIPT), *FLAGS], os.environ | variables)
 
 
-@contextlib.contextmanager
-def network_namespace() -> Iterator[tuple[str, tuple[str, str]]]:
-    """Make a network namespace that a link joins with this one; return its name, and the two ends' addresses."""
-    namespace, hosts = f"faults{os.getpid()}", ("10.213.7.1", "10.213.7.2")
-    inside = ["ip", "-n", namespace]
-    commands = [
-        ["ip", "netns", "add", namespace],
-        ["ip", "link", "add", "link0", "type", "veth", "peer", "name", "link1", "netns", namespace],
-        *(["ip", "addr", "add", f"{hosts[0]}/24", "dev", "link0"], ["ip", "link", "set", "link0", "up"]),
-        *([*inside, "addr", "add", f"{hosts[1]}/24", "dev", "link1"], [*inside, "link", "set", "link1", "up"]),
-        [*inside, "link", "set", "lo", "up"],
-    ]
-    try:
-        for command in commands:
-            subprocess.run(command, check=True)
-        yield namespace, hosts
-    finally:
-        subprocess.run(["ip", "netns", "del", namespace], check=False)  # and with it the link
-
-
-def wait_for_step(run: Run, step: int) -> None:
-    """Wait until a run has recorded a step."""
-    while last_recorded(run.directory) < step:
-        check(run.exit_code is None and time.monotonic() < run.start + TIMEOUT, "step not reached")
-        time.sleep(0.002)
-
-
-def time_to_end(pids: Sequence[int], fault: Callable[[], object]) -> float:
-    """Seconds from the fault to the end of all these processes."""
-    descriptors = list(map(os.pidfd_open, pids))
-    fault()
-    start = time.monotonic()
-    for descriptor in descriptors:
-        select.select([descriptor], [], [], TIMEOUT)
-        os.close(descriptor)
-    return time.monotonic() - start
-
-
-def check_recovered(run: Run, count: int) -> str:
-    """Check that the workers were restarted once, and ended with the weights of an undisturbed run."""
-    restarts = len(re.findall(r"restart \d+ of at most", run.output))
-    same = run.weights == undisturbed_weights(count)
-    outcome = f"{restarts} restart, {'same weights' if same else 'OTHER WEIGHTS'}"
-    check(same and restarts == 1, outcome)
-    return outcome
+def launched(count: int, scratch: Path) -> Run:
+    """Start the launcher with this many workers, which train in `scratch/run`."""
+    return Run(scratch, command("launch", (f"--num_workers={count}", "--", *FLAGS, f"--train_dir={scratch / 'run'}")))
 
 
 @functools.cache
@@ -199,14 +140,18 @@ def undisturbed_weights(count: int) -> str:
         return launcher.weights
 
 
-def worker_pids(launcher: int) -> dict[int, int]:
-    """Worker index -> process id, of the launcher's children."""
-    pids = {}
-    for pid in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
-        index = re.search(r"--worker_index=(\d+)", Path(f"/proc/{pid}/cmdline").read_text())
-        if index:
-            pids[int(index[1])] = pid
-    return pids
+def wait_for_step(run: Run, step: int) -> None:
+    """Wait until a run has recorded a step."""
+    while step not in run.steps:
+        check(run.exit_code is None and time.monotonic() < run.start + TIMEOUT, "step not reached")
+        time.sleep(0.002)
+
+
+def time_to_end(processes: Sequence[psutil.Process]) -> float:
+    """Return the seconds until all these processes have ended."""
+    start = time.monotonic()
+    psutil.wait_procs(processes, TIMEOUT)
+    return time.monotonic() - start
 
 
 EXPERIMENTS = [

@@ -1,25 +1,38 @@
-"""Damage to saved checkpoints that the next start must detect; and the ways to damage a file's bytes."""
+"""Damage to saved checkpoints and to the prepared CIFAR-10, which the next start must detect."""
 
 import functools
+import io
+import os
 import random
 import re
+import tempfile
+from pathlib import Path
 
-from tests.faults import harness, subjects
-from tests.faults.harness import Experiment, Trial, check
+import numpy as np
+import tensorflow as tf
+from PIL import Image
 
-BYTE_FAULTS = ("flip a bit", "change a byte", "truncate", "empty", "zero a block", "zero", "garble")
-TREE_FAULTS = (
-    *["damage a file"] * len(BYTE_FAULTS),
-    *("delete a file", "swap files", "swap checkpoints", "delete a checkpoint"),
-)
-STEPS = (1, 2, 3)
+from cifar_towers.data import cifar10
+from cifar_towers.data.dataset import CLASSES
+from cifar_towers.errors import DataError
+from tests.faults import harness, saving, subjects
+from tests.faults.harness import Experiment, Failed, Trial, check
+
+BYTE_FAULTS = ("flip a bit", "truncate", "zero a block", "zero", "garble")
+TREE_FAULTS = (*["damage a file"] * 7, "delete a file", "swap files", "swap checkpoints", "delete a checkpoint")
 END_BYTES = 200
 Tree = dict[str, bytearray]  # path -> content
+PREPARED = Path(os.environ.get("TFDS_DATA_DIR", "")).expanduser().resolve()
+FILES = {split: f"cifar10-{split}.tfrecord-00000-of-00001" for split in ("train", "test")}
+DATA_FAULTS = (
+    *("change a pixel", "change a label", "swap records", "repeat a record", "drop the last", "swap splits"),
+    *("delete the split", *BYTE_FAULTS, *["damage metadata"] * 3),
+)
 
 
 def damage_checkpoint(trial: Trial) -> str:
     """Guaranteed: weights of the newest intact step, or of a newer one; a refusal if no checkpoint is intact."""
-    saved = _saved_tree(trial.subject)
+    saved = {path: content for path, content in saving.record(trial.subject)[0].now().items() if content is not None}
     damaged = saved
     while damaged == saved:  # as when a block of zeros is zeroed
         damaged = {name: bytearray(content) for name, content in saved.items()}
@@ -29,7 +42,7 @@ def damage_checkpoint(trial: Trial) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     checkpoints = list(_by_checkpoint(saved).values())
-    steps = STEPS[-len(checkpoints) :]
+    steps = saving.STEPS[-len(checkpoints) :]
     intact = [all(damaged.get(name) == saved[name] for name in names) for names in checkpoints]
     newest_intact = max(step for step, is_intact in zip((0, *steps), (True, *intact), strict=True) if is_intact)
     step, state = harness.in_worker(subjects.recover, trial.subject, trial.scratch)
@@ -39,24 +52,7 @@ def damage_checkpoint(trial: Trial) -> str:
     check(state == "intact", state)
     check(step in steps, f"restart at {step}")
     check(step >= newest_intact, "an older one taken")
-    return "newest taken" if step == STEPS[-1] else "older taken"
-
-
-@functools.cache
-def _saved_tree(subject: str) -> dict[str, bytes]:
-    """Return the files that a subject leaves after three saves."""
-    with harness.scratch_directory() as scratch:
-        root = scratch / "run"
-
-        def save() -> None:
-            save_step = subjects.make_save(subject, root)
-            for step in STEPS:
-                save_step(step)
-
-        with harness.Child(save, scratch / "output") as child:
-            child.wait()
-        paths = sorted(path for path in root.rglob("*") if path.is_file())
-        return {str(path.relative_to(root)): path.read_bytes() for path in paths}
+    return "newest taken" if step == saving.STEPS[-1] else "older taken"
 
 
 def _by_checkpoint(tree: Tree) -> dict[str, list[str]]:
@@ -73,47 +69,42 @@ def _by_checkpoint(tree: Tree) -> dict[str, list[str]]:
 def _damage_tree(rng: random.Random, tree: Tree) -> str:
     """Damages checkpoints in place; returns a description."""
     fault, checkpoints = rng.choice(TREE_FAULTS), _by_checkpoint(tree)
-    if fault == "swap checkpoints":
-        (one, names), (other, other_names) = rng.sample(list(checkpoints.items()), 2)
-        for a, b in zip(names, other_names, strict=True):
-            tree[a], tree[b] = tree[b], tree[a]
-        return f"{one} and {other} swapped"
+    (one, names), (other, other_names) = rng.sample(list(checkpoints.items()), 2)
     if fault == "delete a checkpoint":
-        name, files = rng.choice(list(checkpoints.items()))
-        for file in files:
+        for file in names:
             del tree[file]
-        return f"{name} deleted"
-    *_, newest = checkpoints.values()
-    name = rng.choice(newest if rng.random() < 0.5 else list(tree))
-    if fault == "damage a file":
-        return f"{name}: {damage_bytes(rng, tree[name], rng.choice(BYTE_FAULTS))}"
-    if fault == "delete a file":
-        del tree[name]
-        return f"{name} deleted"
-    other = rng.choice([other for other in tree if other != name])
-    tree[name], tree[other] = tree[other], tree[name]
-    return f"{name} and {other} swapped"
+        return f"{one} deleted"
+    if not fault.endswith("checkpoints"):
+        *_, newest = checkpoints.values()
+        one = rng.choice(newest if rng.random() < 0.5 else list(tree))
+        other = rng.choice([name for name in tree if name != one])
+        names, other_names = [one], [other]
+    match fault:
+        case "damage a file":
+            return f"{one}: {damage_bytes(rng, tree[one], rng.choice(BYTE_FAULTS))}"
+        case "delete a file":
+            del tree[one]
+            return f"{one} deleted"
+    for name, other_name in zip(names, other_names, strict=True):
+        tree[name], tree[other_name] = tree[other_name], tree[name]
+    return f"{one} and {other} swapped"
 
 
 def damage_bytes(rng: random.Random, content: bytearray, fault: str) -> str:
     """Damages the content of a file in place; returns a description."""
+    position = rng.randrange(len(content))
     match fault:
-        case "flip a bit":
-            position, bit = _position(rng, len(content)), rng.randrange(8)
-            content[position] ^= 1 << bit
-            return f"bit {bit} of byte {position} flipped"
-        case "change a byte":
-            position = _position(rng, len(content))
-            content[position] ^= rng.randrange(1, 256)
-            return f"byte {position} set to {content[position]}"
+        case "flip a bit":  # half of them near the beginning or end, where most formats say how to read the rest
+            near = position % END_BYTES
+            position, bit = rng.choice((position, position, near, len(content) - 1 - near)), rng.randrange(8)
+            content[position % len(content)] ^= 1 << bit
+            return f"bit {bit} of byte {position % len(content)} flipped"
         case "truncate":
-            del content[rng.randrange(1, len(content)) :]
-            return f"truncated to {len(content)} bytes"
-        case "empty":
-            content.clear()
-            return "emptied"
+            position = rng.choice((0, position))
+            del content[position:]
+            return f"truncated to {position} bytes"
         case "zero a block":
-            start = rng.randrange(0, len(content), 512)
+            start = position // 512 * 512
             content[start : start + 512] = bytes(len(content[start : start + 512]))
             return f"512 bytes from {start} zeroed"
         case "zero":
@@ -124,10 +115,104 @@ def damage_bytes(rng: random.Random, content: bytearray, fault: str) -> str:
     return f"replaced by {size} random bytes"
 
 
-def _position(rng: random.Random, size: int) -> int:
-    """Every second time near the beginning or end of a file, where most formats say how to read the rest."""
-    position = rng.randrange(size)
-    return rng.choice((position, position, position % END_BYTES, size - 1 - position % END_BYTES)) % size
+def damage_data(trial: Trial) -> str:
+    """Guaranteed: a difference in images, labels or their order is detected, and the message names the split."""
+    split = "train" if trial.rng.random() < 0.04 else "test"
+    copy = trial.scratch / "data" / cifar10.BUILDER
+    copy.mkdir(parents=True)
+    files = {}
+    while all(content == _content(name) for name, content in files.items()):
+        trial.details, files = _change_files(trial.rng, split, DATA_FAULTS[trial.index % len(DATA_FAULTS)])
+    for path in (PREPARED / cifar10.BUILDER).iterdir():
+        content = files.get(path.name, path)
+        if content is path:
+            (copy / path.name).symlink_to(path)
+        elif content is not None:
+            (copy / path.name).write_bytes(content)
+    message = harness.in_worker(_read, trial.scratch, split)
+    if not message:
+        return "harmless"
+    check(f"{split} split" in message or FILES[split] in message, f"detected, split not named: {message}")
+    return "detected"
 
 
-EXPERIMENTS = [Experiment("damaged checkpoint", subjects.ALL, 60, 1000, damage_checkpoint)]
+def _read(scratch: Path, split: str) -> str:
+    """Return the message of a program that reads a split; empty if it reads the right images and labels."""
+    os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
+    try:
+        digest = cifar10.load(str(scratch / "data"), [split])[split].digest
+    except DataError as error:
+        return str(error)
+    except Exception as error:
+        raise Failed(f"raised {type(error).__name__}") from error
+    check(digest == cifar10.DIGESTS[split], "not detected")
+    return ""
+
+
+def _content(name: str) -> bytes:
+    return (PREPARED / cifar10.BUILDER / name).read_bytes()
+
+
+def _change_files(rng: random.Random, split: str, fault: str) -> tuple[str, dict[str, bytes | None]]:
+    """Return the description of a fault, and the content of the files that it changes, None if it deletes them."""
+    name = FILES[split]
+    if fault == "delete the split":
+        return f"{split}: deleted", {name: None}
+    if fault == "swap splits":
+        train, test = FILES.values()
+        return f"the files of the splits swapped, {split} read", {train: _content(test), test: _content(train)}
+    if fault == "damage metadata":
+        name, fault = rng.choice(("dataset_info.json", "features.json")), rng.choice(BYTE_FAULTS)
+    if fault in BYTE_FAULTS:
+        content = bytearray(_content(name))
+        return f"{name}: {damage_bytes(rng, content, fault)}", {name: bytes(content)}
+    records = list(_records(split))
+    details = _change_records(rng, records, fault)
+    with tempfile.NamedTemporaryFile() as file:
+        with tf.io.TFRecordWriter(file.name) as writer:
+            for record in records:
+                writer.write(record)
+        return f"{split}: {details}", {name: Path(file.name).read_bytes()}
+
+
+@functools.cache
+def _records(split: str) -> tuple[bytes, ...]:
+    """Return the examples of a split as they are stored, read without initializing TensorFlow."""
+    return tuple(tf.compat.v1.io.tf_record_iterator(str(PREPARED / cifar10.BUILDER / FILES[split])))
+
+
+def _change_records(rng: random.Random, records: list[bytes], fault: str) -> str:
+    """Change examples, their choice or their order in place; return a description."""
+    one, other = rng.sample(range(len(records)), 2)
+    match fault:
+        case "drop the last":
+            del records[max(one, 1) :]
+            return f"only the first {len(records)} records left"
+        case "swap records":
+            records[one], records[other] = records[other], records[one]
+            return f"records {one} and {other} swapped"
+        case "repeat a record":
+            records[other] = records[one]
+            return f"record {one} over record {other}"
+    example = tf.train.Example.FromString(records[one])
+    features = example.features.feature
+    if fault == "change a label":
+        label = features["label"].int64_list.value
+        label[0] = (label[0] + rng.randrange(1, len(CLASSES))) % len(CLASSES)
+    else:
+        image, file = features["image"].bytes_list.value, io.BytesIO()
+        pixels = np.array(Image.open(io.BytesIO(image[0])))
+        pixels[tuple(map(rng.randrange, pixels.shape))] ^= rng.randrange(1, 256)
+        Image.fromarray(pixels).save(file, "PNG")
+        image[0] = file.getvalue()
+    records[one] = example.SerializeToString()
+    return f"{fault} of record {one}"
+
+
+EXPERIMENTS = []
+if saving.EXPERIMENTS:
+    EXPERIMENTS.append(Experiment("damaged checkpoint", subjects.ALL, 60, 1000, damage_checkpoint))
+if cifar10.is_prepared(PREPARED):
+    EXPERIMENTS.append(Experiment("damaged data", (subjects.OURS,), 20, 500, damage_data))
+else:
+    print("no prepared CIFAR-10 in TFDS_DATA_DIR: its files are not damaged")

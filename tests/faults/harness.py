@@ -1,13 +1,11 @@
-"""The parts of all experiments: trials recorded in a CSV, child processes that can be killed, tables of results.
+"""The parts of all experiments: trials recorded in a file, child processes that can be killed, a summary.
 
-The parent imports TensorFlow and never initializes it, so that a forked child starts in milliseconds. A child is a
-process of its own that can be killed, traced and starved like any other.
+The parent imports TensorFlow and never initializes it, so that a forked child starts in milliseconds.
 """
 
 import contextlib
-import csv
 import functools
-import hashlib
+import json
 import multiprocessing
 import os
 import random
@@ -27,7 +25,6 @@ from typing import Any, NamedTuple
 
 FORK = multiprocessing.get_context("fork")
 TIMEOUT = 120.0  # seconds that no child takes
-FIELDS = ("fault", "subject", "trial", "details", "outcome", "ok", "seconds")
 
 
 @dataclass
@@ -39,6 +36,7 @@ class Trial:
     rng: random.Random  # of everything random
     scratch: Path  # an empty directory
     details: str = ""  # the fault, so that it can be repeated by hand
+    response: float | None = None  # seconds from a fault to the end of the processes that it should end
 
 
 class Failed(Exception):
@@ -52,64 +50,53 @@ def check(guarantee: object, outcome: str) -> None:
 
 
 class Experiment(NamedTuple):
-    """A kind of fault; `quick` and `long` are numbers of trials, or return them for a subject.
+    """A kind of fault; `quick` and `long` are numbers of trials, or return for a subject what has one trial each.
 
     `trial` fills in the details and returns the outcome, a category to count, or raises `Failed`.
     """
 
     name: str
     subjects: Sequence[str]
-    quick: int | Callable[[str], int]
-    long: int | Callable[[str], int]
+    quick: int | Callable[[str], Sequence]
+    long: int | Callable[[str], Sequence]
     trial: Callable[[Trial], str]
 
 
 class TrialLog:
-    """The trials in a CSV file. A finished trial is one row and is not repeated."""
+    """The finished trials, each a line of JSON in a file and a dictionary in `rows`."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = list(csv.DictReader(path.read_text().splitlines(keepends=True))) if path.exists() else []
-        self.rows = [row for row in rows if row["seconds"]]  # drops a row that was cut short
-        self._writer = csv.DictWriter(path.open("w", buffering=1, newline=""), FIELDS)
-        self._writer.writeheader()
-        self._writer.writerows(self.rows)
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        lines = [line for line in lines if line.endswith("\n")]  # the last may have been cut short
+        self.rows = [json.loads(line) for line in lines]
+        self._file = path.open("w", buffering=1)
+        self._file.writelines(lines)
 
     def of(self, fault: str, subject: str) -> list[dict]:
-        """Return the rows of one fault and subject."""
         return [row for row in self.rows if (row["fault"], row["subject"]) == (fault, subject)]
 
-    def add(self, *values: object) -> None:
-        """Write one row, whose values are in the order of FIELDS."""
-        self.rows.append(dict(zip(FIELDS, map(str, values), strict=True)))
-        self._writer.writerow(self.rows[-1])
+    def add(self, **row: object) -> None:
+        self.rows.append(row)
+        self._file.write(json.dumps(row) + "\n")
 
 
-def code_digest(*folders: Path) -> str:
-    """Eight digits that are others where a file of the folders is: trials of other code are not continued."""
-    digest = hashlib.sha256()
-    for path in sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cfg")):
-        digest.update(f"{path}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:8]
-
-
-def run(experiment: Experiment, log: TrialLog, *, long: bool, seed: int) -> None:
+def run(experiment: Experiment, log: TrialLog, *, long: bool) -> None:
     """Run the trials of an experiment that are not in the log yet."""
     for subject in experiment.subjects:
         count = experiment.long if long else experiment.quick
-        count = count(subject) if callable(count) else count
-        done = {int(row["trial"]) for row in log.of(experiment.name, subject)}
+        count = len(count(subject)) if callable(count) else count
+        done = {row["index"] for row in log.of(experiment.name, subject)}
         for index in sorted(set(range(count)) - done):
-            rng = random.Random(f"{seed}/{experiment.name}/{subject}/{index}")
-            start, ok = time.monotonic(), True
+            rng = random.Random(f"0/{experiment.name}/{subject}/{index}")
             with scratch_directory() as scratch:
                 trial = Trial(subject, index, rng, scratch)
                 try:
-                    outcome = experiment.trial(trial)
+                    outcome, ok = experiment.trial(trial), True
                 except Failed as failure:
                     outcome, ok = str(failure), False
-            seconds = time.monotonic() - start
-            log.add(experiment.name, subject, index, trial.details, outcome, ok, f"{seconds:.3f}")
+            names = {"fault": experiment.name, "subject": subject, "index": index}
+            log.add(**names, details=trial.details, outcome=outcome, ok=ok, response=trial.response)
             if sys.stdout.isatty():
                 print(f"\r\033[K{experiment.name} {subject} {index + 1}/{count}", end="\r", flush=True)
 
@@ -122,40 +109,18 @@ def scratch_directory() -> Iterator[Path]:
         yield Path(path)
 
 
-def results_table(log: TrialLog) -> str:
-    """Trials, failures, the bound on their rate and the outcomes of each fault and subject.
-
-    If none of n random trials failed, the failure rate is below 3/n with 95 % confidence. An outcome is counted
-    without what follows its colon.
-    """
-    rows = []
+def summary(log: TrialLog) -> str:
+    """Return a line for each fault and subject: failures, outcomes without what follows their colon, responses."""
+    lines = []
     for fault, subject in dict.fromkeys((row["fault"], row["subject"]) for row in log.rows):
-        trials = log.of(fault, subject)
-        failures = sum(row["ok"] != "True" for row in trials)
-        bound = "" if failures else f"{min(100, 300 / len(trials)):.3g} %"
-        counts = Counter(row["outcome"].split(":")[0] for row in trials).most_common()
+        rows = log.of(fault, subject)
+        counts = Counter(row["outcome"].split(":")[0] for row in rows).most_common()
         outcomes = ", ".join(f"{outcome} {count:,}" for outcome, count in counts)
-        rows.append((fault, subject, f"{len(trials):,}", f"{failures:,}", bound, outcomes))
-    return table(("fault", "subject", "trials", "failures", "rate below (95 %)", "outcomes"), rows)
-
-
-def response_times(log: TrialLog) -> str:
-    """Seconds from a signal to the end of the processes it should end, for each fault that sends one."""
-    seconds: dict[str, list[float]] = {}
-    for row in log.rows:
-        if match := re.search(r"ended ([\d.]+) s after the signal", row["details"]):
-            seconds.setdefault(row["fault"], []).append(float(match[1]))
-    rows = [
-        (fault, len(times), f"{statistics.median(times):.3f} s", f"{max(times):.3f} s")
-        for fault, times in seconds.items()
-    ]
-    return table(("signal", "responses", "median", "largest"), rows)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence]) -> str:
-    """Return a table in Markdown; an empty string without rows."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) if rows else ""
+        times = [row["response"] for row in rows if row["response"] is not None]
+        responses = f"; response {statistics.median(times):.3f} s, at most {max(times):.3f} s" if times else ""
+        failures = sum(not row["ok"] for row in rows)
+        lines.append(f"{fault}, {subject}: {failures:,} of {len(rows):,} failed ({outcomes}){responses}")
+    return "\n".join(lines)
 
 
 class Child:
@@ -170,8 +135,6 @@ class Child:
         self.start = time.monotonic()
         self._process.start()
         self.pid = self._process.pid  # also of its process group
-        with contextlib.suppress(OSError):  # parent and child both set it, so that neither has to wait
-            os.setpgid(self.pid, self.pid)
 
     def _call(self) -> None:
         os.setpgid(0, 0)
@@ -183,6 +146,7 @@ class Child:
         return self
 
     def __exit__(self, *_):
+        self._process.kill()  # which may not lead its group yet
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         if self.exit_code is None:
@@ -207,10 +171,10 @@ class Child:
         return self._output.read_text(errors="replace") if self._output.exists() else ""
 
     @property
-    def last_line(self) -> str:
-        """The last line it printed, without what differs from trial to trial."""
-        line = self.output.strip().rpartition("\n")[2]
-        return re.sub(r"\d+", "N", line.replace(str(self._output.parent), ""))[:100] or "nothing printed"
+    def ending(self) -> str:
+        """How it ended: its exit code, and the last line it printed without what differs from trial to trial."""
+        line = self.output.strip().rpartition("\n")[2].replace(str(self._output.parent), "")
+        return f"exit code {self.exit_code}: {re.sub('[0-9]+', 'N', line)[:100]}"
 
 
 def in_worker(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -16,8 +16,18 @@ from cifar_towers.training.step import StepRunner
 STARTED = "writing to"
 RESUMED = re.compile(r"(?:resuming from|is complete at) step (\d+)")
 SAVED = re.compile(r"saved step (\d+)")
-INTERRUPTED = r"saved step {0}\b"  # a run that is interrupted after this step
 SKIPPED = r"step {0} was skipped \(1 in a row.*"  # a step without an update, the first of several
+
+PARTS = {  # of a run: the owner and name of a function
+    "loading": (sources, "load"),
+    "loop": (trainer, "train_from"),
+    "averaging": (step, "average_gradients"),  # while a step is traced: for each tower, then for all
+    "update": (trainer.Run, "start_step"),
+    "step": (StepRunner, "start"),
+    "evaluation": (trainer, "score_split"),
+    "save": (RunDirectory, "save"),
+    "progress": (Progress, "step"),
+}
 
 
 @functools.cache
@@ -26,32 +36,17 @@ def small_data():
     return synthetic.make(300, 0, 0), synthetic.make(100, 0, 1)
 
 
-def train(flags: Sequence[str], *, small: bool = True, prepare: Callable[[], None] = lambda: None) -> None:
-    """Run the program in this process; with `small_data` in place of the synthetic set if `small`."""
-    if small:
-        synthetic.load = lambda: small_data()
+def train(flags: Sequence[str], prepare: Callable[[], None] = lambda: None) -> None:
+    """Run the program in this process, with `small_data` in place of the synthetic set."""
+    synthetic.load = small_data
     prepare()
     sys.exit(main.main(["train", *flags]))
 
 
-# Each part of a run: the owner and name of a function, and whether that makes the function that is called
-PARTS = {
-    "loading": (sources, "load", False),
-    "tracing": (step, "make_tower_fn", True),
-    "loop": (trainer, "train_from", False),
-    "update": (trainer.Run, "start_step", False),
-    "step": (StepRunner, "start", False),
-    "evaluation": (trainer, "score_split", False),
-    "save": (RunDirectory, "save", False),
-    "progress": (Progress, "step", False),
-}
-
-
 def wrap(part: str, wrapper: Callable[[Callable], Callable]) -> None:
     """Replace the function of a part by `wrapper(function)` in this process."""
-    owner, name, makes = PARTS[part]
-    function = getattr(owner, name)
-    setattr(owner, name, (lambda *args, **kwargs: wrapper(function(*args, **kwargs))) if makes else wrapper(function))
+    owner, name = PARTS[part]
+    setattr(owner, name, wrapper(getattr(owner, name)))
 
 
 def before(part: str, act: Callable[..., None]) -> None:
@@ -65,8 +60,3 @@ def before(part: str, act: Callable[..., None]) -> None:
         return wrapped
 
     wrap(part, wrapper)
-
-
-def num_traces(run: trainer.Run) -> int:
-    """Return how often the training step has been traced."""
-    return run.step_runner.train_step.experimental_get_tracing_count()

@@ -9,8 +9,6 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers.checkpointing.checkpoint import first_nonfinite, list_checkpoints, read_checkpoint
-from cifar_towers.data.batches import Batches
-from cifar_towers.training import step as training_step
 from cifar_towers.training.diagnostics import MAX_SKIPPED_STEPS
 from tests.faults import hooks, runs
 from tests.faults.harness import Experiment, Trial, check
@@ -41,21 +39,18 @@ def inject(trial: Trial) -> str:
     return outcome
 
 
-# Each injector changes the program in this process: `value` comes up in each of these steps
-
-
 def _inject_into_input(tower: int, steps: Sequence[int], value: float) -> None:
-    stream = Batches.stream
-
-    def wrapped(self, first_step, last_step):
-        for number, batch in enumerate(stream(self, first_step, last_step), first_step + 1):
-            if number in steps:
-                rows = [[self.batch_size // 2 * tower + 3]]
+    def wrapper(update):
+        def wrapped(run, step, batch):
+            if step + 1 in steps:
+                rows = [[batch.labels.shape[0] // 2 * tower + 3]]
                 brightness = tf.tensor_scatter_nd_update(batch.draws.brightness, rows, [value])
                 batch = batch._replace(draws=batch.draws._replace(brightness=brightness))
-            yield batch
+            return update(run, step, batch)
 
-    Batches.stream = wrapped
+        return wrapped
+
+    hooks.wrap("update", wrapper)
 
 
 def _inject_into_weights(tower: int, steps: Sequence[int], value: float) -> None:
@@ -71,26 +66,26 @@ def _inject_into_weights(tower: int, steps: Sequence[int], value: float) -> None
 
 
 def _inject_into_gradient(tower: int, steps: Sequence[int], value: float) -> None:
-    average, calls, added = training_step.average_gradients, itertools.count(), []
+    calls, added = itertools.count(), []
 
-    def wrapped(
-        gradients, *arguments, **options
-    ):  # each tower averages its micro-batches first, in order; then all towers meet
-        averaged = average(gradients, *arguments, **options)
-        if next(calls) == tower:
-            (gradient, variable), *rest = averaged
-            averaged = [(gradient + added[0], variable), *rest]
-        return averaged
+    def wrapper(average):
+        def wrapped(gradients):  # each tower averages its micro-batches first, in order; then all towers meet
+            averaged = average(gradients)
+            if next(calls) == tower:
+                (gradient, variable), *rest = averaged
+                averaged = [(gradient + added[0], variable), *rest]
+            return averaged
+
+        return wrapped
 
     def change(_, step, *__):
         added[:] = added or [tf.Variable(0.0)]  # made before the step is traced
         added[0].assign(value if step + 1 in steps else 0.0)
 
-    training_step.average_gradients = wrapped
+    hooks.wrap("averaging", wrapper)
     hooks.before("update", change)
 
 
+# Each changes the program in this process: the value comes up in each of the steps
 INJECTORS = {"input": _inject_into_input, "weights": _inject_into_weights, "gradient": _inject_into_gradient}
-
-
 EXPERIMENTS = [Experiment("NaN, infinity", (OURS,), 6, 60, inject)]

@@ -1,11 +1,12 @@
-"""Whole training runs as child processes; kills at random moments; runs of one seed compared.
+"""Whole training runs as child processes; kills at random moments; runs of one seed compared; resources of a long run.
 
-A run is the program itself in a forked child. One in ten is the command from `exec` on, with the import of
+A run is the program itself in a forked child. One in ten is the script: the command from `exec` on, with the import of
 TensorFlow and the full synthetic set.
 """
 
 import contextlib
 import functools
+import json
 import os
 import random
 import re
@@ -14,7 +15,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+
+import psutil
 
 from cifar_towers import files
 from cifar_towers.checkpointing import checkpoint
@@ -30,18 +32,20 @@ FLAGS = (
     *("--num_gpus=2", "--whitening_images=200", "--nesterov", "--weight_decay=0.001", "--ema_decay=0.5"),
     *("--checkpoint_every_steps=3", "--summary_every_steps=1"),
 )
-SMALL, FULL, SCRIPT = "small", "full", "script"  # few images in a child, all in a child, all by the command
-SMALL_FLAGS = ("--epochs=2", "--eval_every_epochs=0.5")  # evaluates after steps 8, 16, 24
-FULL_FLAGS = ("--epochs=0.06", "--eval_every_epochs=0.04")  # after step 20
+CHILD_FLAGS = ("--epochs=2", "--eval_every_epochs=0.5")  # evaluates after steps 8, 16, 24
+SCRIPT_FLAGS = ("--epochs=0.06", "--eval_every_epochs=0.04")  # after step 20
+LONG_FLAGS = ("--epochs=400", "--eval_every_epochs=20", "--summary_every_steps=20", "--checkpoint_every_steps=0")
+SAMPLED_STEPS = (400, 1000, 5000)  # after the first evaluation, which opens files that stay open; and each length
+MAX_GROWTH_MB = 20.0  # between the samples; the allocator alone takes about 10 once
+MAX_SAVING = 0.02  # of the time
 PEER_STARTS = 3  # until an undisturbed run of a peer must have finished; ours has one
 
 
 class Run(Child):
-    """`with Run(scratch, function) as run:` a child that trains in `scratch/run`."""
+    """`with Run(scratch, function) as run:` a child that trains in `directory`, by default `scratch/run`."""
 
-    def __init__(self, scratch: Path, function: Callable[[], object]):
-        self.directory = scratch / "run"
-        self.first_step = last_recorded(self.directory)
+    def __init__(self, scratch: Path, function: Callable[[], object], directory: Path | None = None):
+        self.directory = directory or scratch / "run"
         super().__init__(function, scratch / f"output-{len(list(scratch.glob('output-*')))}")
 
     def records_signals(self) -> bool:
@@ -52,15 +56,16 @@ class Run(Child):
         return bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
 
     @property
-    def resumed_from(self) -> int | None:
-        """The step it resumed from; None if it logged none."""
-        match = hooks.RESUMED.search(self.output)
-        return int(match[1]) if match else None
+    def steps(self) -> list[int]:
+        """The steps of our training records, in their order: all finished ones unless the run was killed."""
+        path = self.directory / files.METRICS
+        return [record["step"] for record in read_records(path) if record["kind"] == "train"] if path.exists() else []
 
     @property
     def saved(self) -> int:
-        """The newest step that it logged as saved, or whose checkpoint stands under its final name."""
-        return max(newest_saved(self.directory), *map(int, hooks.SAVED.findall(self.output)), 0)
+        """The newest step that it logged as saved, or whose checkpoint, damaged or not, stands under its final name."""
+        on_disk = map(checkpoint.step_of, checkpoint.list_checkpoints(self.directory))
+        return max([0, *on_disk, *map(int, hooks.SAVED.findall(self.output))])
 
     @property
     def weights(self) -> str:
@@ -69,25 +74,25 @@ class Run(Child):
 
     def check_resumed(self, saved: int) -> None:
         """End the trial as failed if this run resumed from an older step than the saved one."""
-        start = self.resumed_from or 0
-        check(start >= saved, "resumed from an older step" if start else "restarted at 0")
+        resumed = hooks.RESUMED.search(self.output)
+        check(int(resumed[1] if resumed else 0) >= saved, "resumed from an older step" if resumed else "restarted at 0")
 
 
 def train(
     subject: str,
     scratch: Path,
-    kind: str = SMALL,
+    script: bool = False,
     flags: Sequence[str] = (),
     prepare: Callable[[], None] = lambda: None,
 ) -> Run:
     """Start or resume a run of a subject; `prepare` is called in the child first, unless it is the script."""
-    flags = [*FLAGS, *(SMALL_FLAGS if kind == SMALL else FULL_FLAGS), f"--train_dir={scratch / 'run'}", *flags]
+    flags = [*FLAGS, *(SCRIPT_FLAGS if script else CHILD_FLAGS), f"--train_dir={scratch / 'run'}", *flags]
     if subject != OURS:
         return Run(scratch, functools.partial(subjects.train_peer, subject, scratch / "run"))
-    if kind == SCRIPT:
+    if script:
         return Run(scratch, command("train", flags))
     hooks.small_data()  # once, in the parent
-    return Run(scratch, functools.partial(hooks.train, flags, small=kind == SMALL, prepare=prepare))
+    return Run(scratch, functools.partial(hooks.train, flags, prepare))
 
 
 def command(program: str, flags: Sequence[str]) -> Callable[[], object]:
@@ -95,115 +100,79 @@ def command(program: str, flags: Sequence[str]) -> Callable[[], object]:
     return functools.partial(os.execv, sys.executable, [*COMMAND, program, *flags])
 
 
-def newest_saved(directory: Path) -> int:
-    """Return the step of our newest checkpoint, damaged or not; 0 if there is none."""
-    return max(map(checkpoint.step_of, checkpoint.list_checkpoints(directory)), default=0)
-
-
-def recorded_steps(directory: Path) -> list[int]:
-    """Return the steps of our training records, in the order of the file."""
-    path = directory / files.METRICS
-    return [record["step"] for record in read_records(path) if record["kind"] == "train"] if path.exists() else []
-
-
-def last_recorded(directory: Path) -> int:
-    """Return the last finished step of a run of ours that was not killed; 0 if there is none."""
-    return max(recorded_steps(directory), default=0)
-
-
-class Reference(NamedTuple):
-    """The duration and final weights of an undisturbed run."""
-
-    seconds: float
-    weights: str
-
-
 @functools.cache
-def reference(subject: str, kind: str = SMALL, flags: Sequence[str] = ()) -> Reference:
-    """Make an undisturbed run from start to end."""
-    with harness.scratch_directory() as scratch, train(subject, scratch, kind, flags) as run:
+def reference(subject: str, script: bool = False, flags: Sequence[str] = ()) -> tuple[float, str]:
+    """Return the duration and the final weights of an undisturbed run."""
+    with harness.scratch_directory() as scratch, train(subject, scratch, script, flags) as run:
         run.wait()
         if run.exit_code != 0 or not run.weights:
             raise RuntimeError(f"an undisturbed run of {subject} ended with {run.exit_code}: {run.output[-3000:]}")
-        return Reference(run.end - run.start, run.weights)
+        return run.end - run.start, run.weights
 
 
-def finish(trial: Trial, kind: str, saved: int, outcome: str = "same weights") -> str:
+def finish(trial: Trial, script: bool, saved: int, outcome: str = "same weights") -> str:
     """Restarts a run, which must resume from step `saved` or later and end with the weights of the reference."""
     for _ in range(1 if trial.subject == OURS else PEER_STARTS):
-        with train(trial.subject, trial.scratch, kind) as run:
+        with train(trial.subject, trial.scratch, script) as run:
             run.wait()
         if run.exit_code == 0:
             break
-    check(run.exit_code == 0, f"cannot resume: {run.last_line}")
+    check(run.exit_code == 0, f"cannot resume: {run.ending}")
     run.check_resumed(saved)
-    check(run.weights == reference(trial.subject, kind).weights, "other weights")
-    if trial.subject == OURS:
-        in_order = recorded_steps(run.directory) == list(range(1, STEPS + 1))
-        check(in_order, "steps missing or repeated in the records")
+    check(run.weights == reference(trial.subject, script)[1], "other weights")
+    in_order = trial.subject != OURS or run.steps == list(range(1, STEPS + 1))
+    check(in_order, "steps missing or repeated in the records")
     return outcome
 
 
-def kind_of(trial: Trial) -> str:
-    """Every tenth run of ours is the script."""
-    return SCRIPT if trial.subject == OURS and trial.index % 10 == 0 else SMALL
-
-
 @contextlib.contextmanager
-def interrupted_run(trial: Trial, kind: str) -> Iterator[Run]:
-    """Start a run that still runs at a random moment of its usual duration; repeat that if it finished earlier."""
-    seconds = reference(trial.subject, kind).seconds
+def interrupted_run(trial: Trial) -> Iterator[tuple[Run, bool]]:
+    """Yield a run that still runs at a random moment of its usual duration, and whether it is the script."""
+    script = trial.subject == OURS and trial.index % 10 == 0
+    seconds, _ = reference(trial.subject, script)
     while True:
-        moment = trial.rng.uniform(0, seconds)
-        with train(trial.subject, trial.scratch, kind) as run:
-            if not run.wait(moment) or run.exit_code != 0:
-                yield run
+        with train(trial.subject, trial.scratch, script) as run:
+            run.wait(trial.rng.uniform(0, seconds))
+            if run.exit_code != 0:
+                yield run, script
                 return
-        seconds = run.end - run.start
         shutil.rmtree(run.directory)
 
 
 def kill(trial: Trial) -> str:
     """`kill -9` at a random moment, every second time once more in the restarted run, then a run to the end."""
-    kind = kind_of(trial)
-    with interrupted_run(trial, kind) as run:
+    with interrupted_run(trial) as (run, script):
         pass
-    if run.exit_code == 0:  # it ended just before the kill
-        shutil.rmtree(run.directory)
-        return kill(trial)
     saved = run.saved
-    trial.details = f"{kind} run killed after {run.end - run.start:.3f} s, {saved} steps saved"
-    check(run.exit_code == -signal.SIGKILL, f"ended by itself with exit code {run.exit_code}")
+    trial.details = f"{'script' if script else 'run'} killed after {run.end - run.start:.3f} s, {saved} steps saved"
+    check(run.exit_code in (0, -signal.SIGKILL), f"ended by itself with exit code {run.exit_code}")
     if trial.rng.randrange(2):
-        moment = trial.rng.uniform(0, reference(trial.subject, kind).seconds)
-        with train(trial.subject, trial.scratch, kind) as again:
+        moment = trial.rng.uniform(0, reference(trial.subject, script)[0])
+        with train(trial.subject, trial.scratch, script) as again:
             end = "done" if again.wait(moment) else "killed"
         trial.details += f"; then {end} after {again.end - again.start:.3f} s, {again.saved} saved"
-        if again.resumed_from is not None:
+        if hooks.RESUMED.search(again.output):
             again.check_resumed(saved)
         saved = max(saved, again.saved)
-    return finish(trial, kind, saved)
+    return finish(trial, script, saved)
 
 
 def repeat(trial: Trial) -> str:
     """Make a run of the same seed in another directory, with other reporting, interruptions or process."""
     variant = trial.index % 5
-    if variant == 0:
-        expected, starts = reference(OURS, FULL), [(SCRIPT, ())]
-    elif variant == 1:
-        expected, starts = reference(OURS, SMALL, ("--deterministic",)), [(SMALL, ("--deterministic",))]
-    else:
-        expected, starts = reference(OURS), _other_reporting(trial.rng)
-    trial.details = "; ".join(" ".join((kind, *flags)) for kind, flags in starts)
-    for kind, flags in starts:
-        with train(OURS, trial.scratch, kind, flags) as run:
+    script, same = variant == 0, ("--deterministic",) if variant == 1 else ()
+    starts = [same] if variant < 2 else _other_reporting(trial.rng)
+    trial.details = "script" if script else "; ".join(" ".join(flags) for flags in starts)
+    for flags in starts:
+        with train(OURS, trial.scratch, script, flags) as run:
             run.wait()
-        check(run.exit_code == 0, f"exit code {run.exit_code}: {run.last_line}")
-    check(run.weights == expected.weights, "other weights")
+        check(run.exit_code == 0, run.ending)
+    check(run.weights == reference(OURS, script, same)[1], "other weights")
     return "same weights"
 
 
-def _other_reporting(rng: random.Random) -> list[tuple[str, Sequence[str]]]:
+def _other_reporting(rng: random.Random) -> list[tuple[str, ...]]:
+    """Return the flags of each start of a run that reports otherwise, and is stopped up to twice."""
     flags = (
         f"--summary_every_steps={rng.choice((0, 1, 7))}",
         f"--eval_every_epochs={rng.choice((0, 0.2, 0.5, 1))}",
@@ -211,11 +180,38 @@ def _other_reporting(rng: random.Random) -> list[tuple[str, Sequence[str]]]:
         f"--keep_checkpoints={rng.choice((1, 3))}",
     )
     stops = sorted(rng.sample(range(1, STEPS), rng.randrange(3)))
-    return [*((SMALL, (*flags, f"--max_steps={stop}")) for stop in stops), (SMALL, flags)]
+    return [*((*flags, f"--max_steps={stop}") for stop in stops), flags]
+
+
+def check_leaks(trial: Trial) -> str:
+    """Train for thousands of steps with summaries, evaluations and checkpoints at intervals of time."""
+    flags = (*LONG_FLAGS, f"--max_steps={SAMPLED_STEPS[trial.index + 1] + 1}")
+    prepare = functools.partial(hooks.before, "update", _sample)
+    with train(OURS, trial.scratch, flags=flags, prepare=prepare) as run:
+        run.wait(3600.0)
+    check(run.exit_code == 0, run.ending)
+    first, *_, last = map(json.loads, re.findall(r"^sample: (.+)$", run.output, re.MULTILINE))
+    seconds = files.read_json(run.directory / files.RESULT)["seconds"]
+    saving = seconds["save"] / sum(seconds.values())
+    trial.details = f"{first} to {last}: saving took {100 * saving:.2f} % of the time"
+    leaks = [name for name in ("traced", "threads", "files") if last[name] > first[name]]
+    check(not leaks, f"more {' and '.join(leaks)}")
+    check(last["resident_mb"] - first["resident_mb"] <= MAX_GROWTH_MB, "memory grows")
+    check(saving < MAX_SAVING, "saving takes too long")
+    return "nothing grows"
+
+
+def _sample(run, step: int, *_) -> None:
+    """Print the resources of this process before the step that follows one of SAMPLED_STEPS."""
+    if step in SAMPLED_STEPS:
+        process, traced = psutil.Process(), run.step_runner.train_step.experimental_get_tracing_count()
+        sample = {"traced": traced, "threads": process.num_threads(), "files": process.num_fds()}
+        print("sample:", json.dumps(sample | {"resident_mb": process.memory_info().rss / 1e6}), flush=True)
 
 
 EXPERIMENTS = [
     Experiment("kill -9 at a random moment", (OURS,), 10, 200, kill),
     Experiment("kill -9 at a random moment", (MANAGER, BACKUP), 4, 60, kill),
     Experiment("same seed", (OURS,), 3, 10, repeat),
+    Experiment("a long run", (OURS,), 1, 2, check_leaks),
 ]

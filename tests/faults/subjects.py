@@ -1,14 +1,12 @@
 """The three ways to save that are compared: ours, TensorFlow's and Keras's, each as its documentation uses it.
 
-Each saves a small state in which every value is the step, so that a recovered state can be checked. TensorFlow's and
-Keras's also save whole runs, which have as many steps, saves and weights as ours, momentum and a moving average, and
-all that makes a run repeatable: a seed, deterministic operations, and batches that follow from the step.
+Each saves a small state in which every value is the step. TensorFlow's and Keras's also save whole runs, which have as
+many steps, saves and weights as ours, momentum and a moving average, and all that makes a run repeatable.
 """
 
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -25,14 +23,8 @@ OURS, MANAGER, BACKUP = "cifar_towers", "CheckpointManager", "BackupAndRestore"
 ALL = (OURS, MANAGER, BACKUP)
 MAX_TO_KEEP = 3
 SHAPES = {"kernel": (60, 40), "bias": (40,), "head": (40, 10)}
-RUN_STEPS, SAVE_EVERY_STEPS, BATCH_SIZE = 30, 3, 20
-
-
-class Saver(NamedTuple):
-    """What saves and restores a model of Keras; `restore` returns the step with which a restarted run continues."""
-
-    save: Callable[[int], object]
-    restore: Callable[[], int]
+RUN_STEPS, SAVE_EVERY_STEPS, BATCH_SIZE = 30, 3, 20  # as in `runs`
+Saver = tuple[Callable[[int], object], Callable[[], int]]  # save a step; restore, which returns the step of the state
 
 
 def manager_saver(directory: Path, model: keras.Model) -> Saver:
@@ -49,7 +41,7 @@ def manager_saver(directory: Path, model: keras.Model) -> Saver:
         manager.restore_or_initialize()
         return int(step.numpy())
 
-    return Saver(save, restore)
+    return save, restore
 
 
 def backup_saver(directory: Path, model: keras.Model) -> Saver:
@@ -64,7 +56,7 @@ def backup_saver(directory: Path, model: keras.Model) -> Saver:
         callback.on_train_begin()
         return model._initial_epoch
 
-    return Saver(lambda step: callback.on_epoch_end(step - 1), restore)
+    return lambda step: callback.on_epoch_end(step - 1), restore
 
 
 PEERS = {MANAGER: manager_saver, BACKUP: backup_saver}
@@ -76,20 +68,19 @@ def make_save(subject: str, directory: Path) -> Callable[[int], None]:
         files.make(directory)
         config = _config(directory)
         run, metadata = RunDirectory(config), {"recipe": recipe_fields(config), "failed_saves": 0}
+    else:
+        model = _small_model()
+        save_model, _ = PEERS[subject](directory, model)
 
-        def save_ours(step: int) -> None:
+    def save(step: int) -> None:
+        if subject == OURS:
             values = {name: np.full(shape, step, np.float32) for name, shape in SHAPES.items()}
             if not run.save(step, values, metadata):
                 raise OSError(f"step {step} was not saved")
-
-        return save_ours
-    model = _small_model()
-    saver = PEERS[subject](directory, model)
-
-    def save(step: int) -> None:
+            return
         for variable in model.trainable_variables:
             variable.assign(np.full(variable.shape, step))
-        saver.save(step)
+        save_model(step)
 
     return save
 
@@ -103,8 +94,8 @@ def recover(subject: str, directory: Path) -> tuple[int, str]:
                 step, arrays = metadata["step"], list(values.values())
         else:
             model = _small_model()
-            step = PEERS[subject](directory, model).restore()
-            arrays = [variable.numpy() for variable in model.trainable_variables]
+            _, restore = PEERS[subject](directory, model)
+            step, arrays = restore(), [variable.numpy() for variable in model.trainable_variables]
     except Exception as error:
         is_foreseen = subject != OURS or isinstance(error, DataError)
         return 0, f"{'refused' if is_foreseen else 'crashed'}: {type(error).__name__}"
@@ -130,23 +121,24 @@ def train_peer(subject: str, directory: Path) -> None:
     """Make a whole run; messages and result are as ours."""
     keras.utils.set_random_seed(0)
     tf.config.experimental.enable_op_determinism()
-    layers = [keras.Input((32, 32, 3)), keras.layers.Rescaling(1 / 255)]
+    layers = [keras.layers.Rescaling(1 / 255)]
     for filters in (32, 96, 256):  # about as many weights as ours
         layers += [keras.layers.Conv2D(filters, 3, use_bias=False), keras.layers.MaxPooling2D(2)]
         layers += [keras.layers.BatchNormalization(), keras.layers.ReLU()]
-    model = keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(256), keras.layers.Dense(10)])
+    layers += [keras.layers.Flatten(), keras.layers.Dense(256), keras.layers.Dense(10)]
+    model = keras.Sequential([keras.Input((32, 32, 3)), *layers])
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True, use_ema=True)
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     optimizer.build(model.trainable_variables)
-    saver = PEERS[subject](directory, model)
-    start = saver.restore()
+    save, restore = PEERS[subject](directory, model)
+    start = restore()
     print(f"resuming from step {start}", flush=True)
     data = synthetic.make(300, 0, 0)
     for step in range(start + 1, RUN_STEPS + 1):
         batch = np.random.default_rng(step).choice(len(data.labels), BATCH_SIZE, replace=False)
         model.train_on_batch(data.images[batch], data.labels[batch])
         if step % SAVE_EVERY_STEPS == 0:
-            saver.save(step)
+            save(step)
             print(f"saved step {step}", flush=True)
     weights = b"".join(variable.numpy().tobytes() for variable in (*model.variables, *optimizer.variables))
     files.write_json(directory / files.RESULT, {"weights_sha256": hashlib.sha256(weights).hexdigest()})
