@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
@@ -206,3 +207,16 @@ def test_roles_of_variables(make, is_speednet, kernels, head, whitening, num_bia
     layers = {role: [layer_of[id(v)] for v in found] for role, found in split_by_role(model, is_speednet).items()}
     assert len(layers.pop("biases")) == num_biases
     assert layers == {"kernels": kernels, "head": head, "whitening": whitening}
+
+
+def test_momentum_and_weight_decay_are_summed_in_one_order():
+    """TensorFlow may sum three terms in the order in which they are ready, so a step has no sum of three."""
+    rule = Momentum([tf.Variable(tf.ones([8, 8]))], 0.9, weight_decay=0.01)
+    compute = tf.function(lambda gradient: rule.compute_update(0, gradient, tf.constant(0.1), 0)[0][1], autograph=False)
+    context.context().enable_graph_collection()
+    moved = compute(tf.ones([8, 8]))
+    graphs = context.context().export_run_metadata().function_graphs
+    context.context().disable_graph_collection()
+    sums = [node for graph in graphs for node in graph.post_optimization_graph.node if node.op.startswith("Add")]
+    assert sums and all(len(node.input) == 2 for node in sums)
+    np.testing.assert_allclose(moved, np.full([8, 8], 1.01))
