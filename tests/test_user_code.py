@@ -33,14 +33,6 @@ def test_functions_of_files_and_modules(directory):
     assert find_source("model", "speednet94") is None and find_source("loss", "") is None
 
 
-def test_a_file_is_read_anew_by_each_run(directory):
-    """A notebook's next run trains what the file says by then."""
-    (directory / "mine.py").write_text("def make():\n    return 1\n")
-    before = load_function("loss", "mine.py:make")
-    (directory / "mine.py").write_text("def make():\n    return 234\n")
-    assert (before(), load_function("loss", "mine.py:make")()) == (1, 234)
-
-
 @pytest.mark.parametrize(
     ("name", "mention"),
     [
