@@ -38,10 +38,3 @@ def plain(image_size, num_classes, regularizer=None):
 def regularized(image_size, num_classes):
     """Make a dense layer with weight loss."""
     return plain(image_size, num_classes, keras.regularizers.L2(1e-3))
-
-
-def synchronized(image_size, num_classes):
-    """Make a batch norm of Keras that asks for the moments of the whole batch."""
-    images = keras.Input((image_size, image_size, 3))
-    normalized = layers.BatchNormalization(synchronized=True, name="norm")(images)
-    return keras.Model(images, layers.Dense(num_classes)(layers.Flatten()(normalized)))
