@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-versi
 RECIPE := --recipe=$(CONFIG) $(if $(filter smoke,$(CONFIG)),,--dataset=auto)
 
 .PHONY: help setup train runs evaluate predict export tensorboard bench
-.PHONY: test test-long test-browser test-gpu lint format docs lock compare faults faults-long clean
+.PHONY: test test-quick test-long test-browser test-gpu lint format docs lock compare faults faults-long clean
 .DEFAULT_GOAL := help
 
 help:
@@ -62,6 +62,13 @@ bench: .venv/ready  ## compare placements, strategies and numbers of towers for 
 	@$(BIN)/cifar-towers benchmark $(RECIPE) $(ARGS)
 
 ##@ Develop
+
+# what compiles no net
+QUICK = $(addprefix tests/,config data checkpointing reporting test_architecture.py test_files.py test_signals.py \
+  towers/test_gradients.py towers/test_sharding.py)
+
+test-quick: .venv/dev-ready  ## run the tests that compile no net, in a minute
+	@$(BIN)/python -m pytest -m 'not slow and not browser and not needs_gpu' -n 2 --dist worksteal $(QUICK) $(ARGS)
 
 test: .venv/dev-ready  ## run the tests, in ten minutes or less on two cores; some: ARGS='-s -k ...'
 	@$(BIN)/python -m pytest -m 'not slow and not browser and not needs_gpu' $(or $(ARGS),-n 2 --dist worksteal)
