@@ -19,7 +19,6 @@ from tests.faults import harness
 from tests.faults.harness import Experiment, Trial, check
 from tests.faults.runs import Run, command
 from tests.faults.subjects import OURS
-from tests.programs import COMMAND
 
 STEPS = 60
 TIMEOUT = 240.0  # seconds that no run takes
@@ -30,19 +29,21 @@ FLAGS = (
 )
 BATCH_SCRIPT = Path(__file__).parents[2] / "docs/cluster/train.sbatch"
 SRUN = f"""#!{sys.executable}
-# Starts two tasks as `srun` does, and passes SIGUSR1 on to both.
+# Starts two tasks as `srun` does, each on half of the cores, and passes SIGUSR1 on to both.
 import os, signal, subprocess, sys
 command = sys.argv[1:]
 while command[0].startswith("-"):
     command.pop(0)
 variables = [os.environ | {{"SLURM_PROCID": index, "SLURM_LOCALID": index}} for index in "01"]
 tasks = [subprocess.Popen(command, env=environment) for environment in variables]
+cores = sorted(os.sched_getaffinity(0))
+for index, task in enumerate(tasks):
+    os.sched_setaffinity(task.pid, cores[index::2] or cores)
 signal.signal(signal.SIGUSR1, lambda number, _: [task.send_signal(number) for task in tasks])
 sys.exit(max(task.wait() % 256 for task in tasks))
 """
 SCONTROL = '#!/bin/sh\necho "$@" >> "$SLURM_SUBMIT_DIR/scontrol"\n'
-ADDRESSES = "127.0.0.1:5000,127.0.0.1:5001"
-TWO_LAUNCHERS = 'ip link set lo up; "$@" --worker_index=1 & "$@" --worker_index=0; wait $!'
+ISOLATED = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")  # the command that follows
 
 
 def signal_worker(number: signal.Signals, victims: Sequence[int], trial: Trial) -> str:
@@ -61,20 +62,18 @@ def signal_worker(number: signal.Signals, victims: Sequence[int], trial: Trial) 
 
 
 def cut_network(trial: Trial) -> str:
-    """Cut two workers off, in a network namespace of their own, after a random step, until both have ended."""
+    """Cut the workers of a Slurm job off, in a network namespace of their own, until both have ended."""
     after = trial.rng.randint(1, STEPS - 10)
     trial.details = f"the loopback of two workers down after step {after}"
-    words = ["unshare", "--net", "sh", "-ec", TWO_LAUNCHERS, "sh", *COMMAND, "launch", "--", *FLAGS]
-    words += [f"--train_dir={trial.scratch / 'run'}", "--strategy=multi_worker", f"--workers={ADDRESSES}"]
-    with Run(trial.scratch, functools.partial(os.execvp, words[0], words)) as launchers:
-        wait_for_step(launchers, after)
-        link = ["nsenter", f"--net=/proc/{launchers.pid}/ns/net", "ip", "link", "set", "lo"]
-        workers = [worker for each in psutil.Process(launchers.pid).children() for worker in each.children()]
+    with batch_job(trial.scratch, *ISOLATED) as job:
+        wait_for_step(job, after)
+        workers = [each for each in psutil.Process(job.pid).children(recursive=True) if not each.children()]
+        link = ["nsenter", f"--net=/proc/{job.pid}/ns/net", "ip", "link", "set", "lo"]
         subprocess.run([*link, "down"], check=True)
         trial.response = time_to_end(workers)
         subprocess.run([*link, "up"], check=True)
-        launchers.wait(TIMEOUT)
-    return check_restarted(trial, launchers, 2, "lost: worker ")
+        job.wait(TIMEOUT)
+    return check_restarted(trial, job, 2, "lost: worker ")
 
 
 def check_restarted(trial: Trial, launcher: Run, count: int, message: str) -> str:
@@ -93,9 +92,8 @@ def preempt_job(trial: Trial) -> str:
     """SIGUSR1 to docs/cluster/train.sbatch after a random step, with stand-ins for srun and scontrol."""
     after = trial.rng.randint(1, STEPS - 10)
     trial.details = f"SIGUSR1 to the batch script after step {after}"
-    job = functools.partial(run_batch_script, trial.scratch)
-    directory, requeued = trial.scratch / "runs" / "slurm-job", trial.scratch / "scontrol"
-    with Run(trial.scratch, job, directory) as first:
+    requeued = trial.scratch / "scontrol"
+    with batch_job(trial.scratch) as first:
         wait_for_step(first, after)
         start = time.monotonic()
         os.kill(first.pid, signal.SIGUSR1)
@@ -103,7 +101,7 @@ def preempt_job(trial: Trial) -> str:
         trial.response = first.end - start
     check(first.exit_code == 128 + signal.SIGUSR1, first.ending)
     check(requeued.exists() and requeued.read_text().startswith("requeue "), "the job was not queued again")
-    with Run(trial.scratch, job, directory) as second:
+    with batch_job(trial.scratch) as second:
         second.wait(TIMEOUT)
     check(second.exit_code == 0, second.ending)
     second.check_resumed(after)
@@ -111,8 +109,8 @@ def preempt_job(trial: Trial) -> str:
     return "requeued, same weights"
 
 
-def run_batch_script(submit: Path) -> None:
-    """Replace this process by the batch script, as Slurm runs it on one node with two tasks."""
+def batch_job(submit: Path, *before: str) -> Run:
+    """Start the batch script as Slurm does on one node with two tasks; words of another command may stand before it."""
     if not (submit / ".venv").exists():
         (submit / ".venv").symlink_to(sys.prefix)
     programs = submit / "bin"
@@ -120,11 +118,13 @@ def run_batch_script(submit: Path) -> None:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    variables = {"SLURM_SUBMIT_DIR": str(submit), "SLURM_JOB_NAME": "job", "SLURM_JOB_ID": str(os.getppid() % 20_000)}
+    variables = {"SLURM_SUBMIT_DIR": str(submit), "SLURM_JOB_NAME": "job", "SLURM_JOB_ID": str(os.getpid() % 20_000)}
     variables |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     variables |= {"SLURM_STEP_NODELIST": "localhost", "SLURMD_NODENAME": "localhost"}
     variables["PATH"] = f"{programs}:{os.environ['PATH']}"
-    os.execve("/bin/bash", ["bash", str(BATCH_SCRIPT), *FLAGS], os.environ | variables)
+    words = [*before, "bash", str(BATCH_SCRIPT), *FLAGS]
+    job = functools.partial(os.execvpe, words[0], words, os.environ | variables)
+    return Run(submit, job, submit / "runs" / "slurm-job")
 
 
 def launched(count: int, scratch: Path) -> Run:

@@ -95,10 +95,10 @@ def damage_bytes(rng: random.Random, content: bytearray, fault: str) -> str:
     position = rng.randrange(len(content))
     match fault:
         case "flip a bit":  # half of them near the beginning or end, where most formats say how to read the rest
-            near = position % END_BYTES
-            position, bit = rng.choice((position, position, near, len(content) - 1 - near)), rng.randrange(8)
-            content[position % len(content)] ^= 1 << bit
-            return f"bit {bit} of byte {position % len(content)} flipped"
+            near, bit = position % END_BYTES, rng.randrange(8)
+            position = rng.choice((position, position, near, len(content) - 1 - near))
+            content[position] ^= 1 << bit
+            return f"bit {bit} of byte {position} flipped"
         case "truncate":
             position = rng.choice((0, position))
             del content[position:]

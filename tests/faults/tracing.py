@@ -58,8 +58,7 @@ def replay(trace: Path, root: Path, marker: str) -> tuple[Disk, list[Call]]:
     """
     disk, calls, numbers, positions = Disk(), [], Counter(), Counter()
     for line in trace.read_text().splitlines():
-        match = re.fullmatch(r"(\w+)\((.*?)\)? *(?:= (.*))?", line)
-        if not match:
+        if not (match := re.fullmatch(r"(\w+)\((.*?)\)? *(?:= (.*))?", line)):
             continue
         name, arguments, result = match.groups(default="?")  # `?` if it never returned
         numbers[name] += 1
