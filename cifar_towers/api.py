@@ -99,7 +99,7 @@ def train_run(
             unused = tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{cluster.index}-")
             config = dataclasses.replace(config, train_dir=stack.enter_context(unused))
         directory = stack.enter_context(open_run(config))
-        if result := None if cluster else directory.stored_result():
+        if result := None if cluster else directory.stored_result(source.name):
             score = describe_score(reported_score(result["evaluations"]) or {})
             log.info(f"{directory.path} is complete at step {result['step']}: {score}")
             return result

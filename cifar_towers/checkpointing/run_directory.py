@@ -51,10 +51,10 @@ class RunDirectory:
         self._saved_step = saved[1]["step"] if saved else None
         self._save_seconds, self._last_save = 0.0, time.monotonic()
 
-    def stored_result(self) -> dict[str, Any] | None:
-        """Return the result of a run that is at its last step or its target; otherwise None."""
+    def stored_result(self, dataset: str) -> dict[str, Any] | None:
+        """Return the result of a run on this data set that is at its last step or its target; otherwise None."""
         result = files.read_json_if_any(self.path / files.RESULT)
-        if not (self.saved and result):
+        if not self.saved or result.get("dataset") != dataset:
             return None
         _, metadata = self.saved
         at_end = metadata["step"] >= self._config.run_length(metadata["steps_per_epoch"]).last

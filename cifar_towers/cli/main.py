@@ -111,20 +111,16 @@ def train_seeds(config: TrainConfig) -> None:
 
     If seeds diverge, the others are trained and counted before a DivergedError is raised.
     """
-    from cifar_towers.checkpointing.run_directory import open_run
     from cifar_towers.evaluation.score import score_name
     from cifar_towers.inference.runs import Sample
     from cifar_towers.reporting.phase_timer import training_seconds
     from cifar_towers.reporting.run_logger import program
 
     runs = [api.locate_data(config.of_seed(seed)) for seed in parse_numbers("seeds", config.seeds)]
-    for _, run in runs if config.overwrite else []:  # all at once: a later start without it resumes them
-        with open_run(run) as directory:
-            directory.clear()
     results, diverged = [], []
     for source, run in runs:
         try:
-            results.append(api.train_run(dataclasses.replace(run, overwrite=False), source, StopSignals()))
+            results.append(api.train_run(run, source, StopSignals()))
         except DivergedError as error:
             diverged.append(f"seed {run.seed} diverged: {error}")
             log.error(diverged[-1])
@@ -278,6 +274,8 @@ def launch(config: programs.LaunchConfig) -> int:
     """
     strategy = ["--strategy=multi_worker"] if config.num_workers else []
     training = parse_command_line(TrainConfig, [*config.command, *strategy])
+    if training.overwrite:
+        raise UsageError("a restart would not know what --overwrite has deleted; delete the run's directory yourself")
     if not config.num_workers:
         resolve_cluster(training, os.environ)
     elif training.workers or training.worker_index >= 0:

@@ -201,9 +201,7 @@ class TrainConfig(DeviceConfig):
         per_worker=True,
         per_run=True,
     )
-    overwrite: bool = _run.free(
-        False, "fresh start that deletes the run in train_dir, or those of all seeds", per_worker=True, per_run=True
-    )
+    overwrite: bool = _run.free(False, "fresh start that deletes the run in train_dir", per_worker=True, per_run=True)
     seed: int = _run.recipe(0, "seed of data order, augmentation and weights", low=0, high=2**31 - 1, per_run=True)
     seeds: str = _run.free(
         "", "seeds of several runs, e.g. 0,1,2, which are summarized; each in a folder of train_dir", per_run=True
@@ -421,6 +419,7 @@ CONFLICTS: tuple[tuple[Callable[[TrainConfig], Any], str], ...] = (  # (conditio
         "target_accuracy is checked at evaluations; give eval_every_epochs too",
     ),
     (lambda c: c.seeds and c.seed, "seed={seed} and seeds={seeds} are both given; give one"),
+    (lambda c: c.seeds and c.overwrite, "overwrite is for one run; delete the directories of seeds={seeds} yourself"),
     (
         lambda c: c.seeds and c.strategy == "multi_worker",
         "strategy=multi_worker trains one run; give one seed at a time",

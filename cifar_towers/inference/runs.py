@@ -104,10 +104,10 @@ def best_run(runs: Sequence[Run], recipe: str) -> Run:
     done = [run for run in runs if run.title == recipe and run.state == DONE and run.scores]
     if not done:
         raise UsageError(f"no run of {recipe} is finished")
-    digests = {str(run.environment.get("data_sha256", {}).get("test")) for run in done}
     kind = shared_score(done, ("validation", "test"))
+    digests = {str(run.environment.get("data_sha256", {}).get(kind.partition("/")[0])) for run in done}
     if len(digests) > 1 or not kind:
-        raise UsageError(f"finished runs of {recipe} have different test images; give a pattern of names too")
+        raise UsageError(f"finished runs of {recipe} were scored on different images; give a pattern of names too")
     return max(done, key=lambda run: run.scores[kind]["accuracy"])
 
 

@@ -32,7 +32,7 @@ def launch(command: Sequence[str], num_workers: int, max_restarts: int, log: Cal
     signals = StopSignals()
     for restart in range(max_restarts + 1):
         with signals.recorded():
-            codes = _run([*command, "--nooverwrite"] if restart else command, num_workers, signals)
+            codes = _run(command, num_workers, signals)
         first_failed = next((worker for worker, code in codes.items() if code), None)
         if first_failed is None or signals.received or codes[first_failed] in FINAL:
             break

@@ -155,10 +155,11 @@ def test_a_run_that_another_process_trains_is_refused(config):
 )
 def test_a_finished_run_has_a_result(config, step, result_step, settings, is_finished):
     save(config, step)
-    result = {"step": result_step, "reached": 0.94}
+    result = {"step": result_step, "reached": 0.94, "dataset": "cifar10"}
     files.write_json(config.directory / files.RESULT, result)
     with open_run(dataclasses.replace(config, **settings)) as run:
-        assert run.stored_result() == (result if is_finished else None)
+        assert run.stored_result("cifar10") == (result if is_finished else None)
+        assert run.stored_result("synthetic") is None
 
 
 def test_overwrite_removes_what_a_run_wrote_and_nothing_else(config):

@@ -138,6 +138,7 @@ def test_an_abort_while_tensorflow_is_imported_loses_no_message(tmp_path):
         (["--num_workers=5", "--", "--batch_size=999"], "995 and 1000"),
         (["--num_workers=2", "--", "--strategy=multi_worker", "--workers=a:5000,b:5000"], "--workers"),
         (["--", "--seeds=0,x"], "seeds=0,x"),
+        (["--", "--overwrite"], "--overwrite"),
     ],
 )
 def test_launcher_checks_the_flags_of_the_training(monkeypatch, arguments, mention):

@@ -47,6 +47,7 @@ REFUSALS = {  # what a program's message must mention
         (["--target_accuracy=0.9", "--eval_every_epochs=0"], "eval_every_epochs"),
         (["--seed=1", "--seeds=2,3"], "seeds=2,3"),
         (["--strategy=multi_worker", "--seeds=0,1"], "strategy=multi_worker"),
+        (["--overwrite", "--seeds=2,3"], "seeds=2,3"),
         (["--epochs=0"], "max_steps=0"),
         (["--loss=tests.nets:loss", "--label_smoothing=0.2"], "label_smoothing=0"),
         (["--worker_index=1"], "--strategy=multi_worker"),

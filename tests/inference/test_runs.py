@@ -97,6 +97,10 @@ def test_best_run_is_chosen_by_validation_images_if_all_runs_have_some(tmp_path)
     found = trained.find_runs(tmp_path)
     assert trained.best_run(found[:2], "speed94") == found[1]
     assert trained.best_run(found, "speed94") == found[2]
+    other = found[0].environment["data_sha256"] | {"validation": "other images"}
+    files.write_json(found[0].directory / files.ENVIRONMENT, found[0].environment | {"data_sha256": other})
+    with pytest.raises(UsageError, match="speed94"):
+        trained.best_run(found[:2], "speed94")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The numbers of a run: its records, its result, and the same scores from `evaluate`."""
 
 import json
-import shutil
 import socket
 from dataclasses import replace
 from unittest.mock import Mock
@@ -10,18 +9,16 @@ import numpy as np
 import pytest
 
 from cifar_towers import trainer
-from cifar_towers.checkpointing.checkpoint import list_checkpoints
-from cifar_towers.cli import main
 from cifar_towers.cli.main import train_seeds
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.config.schedules import RunLength
-from cifar_towers.errors import DivergedError, Interrupted
+from cifar_towers.errors import DivergedError
 from cifar_towers.evaluation.score import Score
 from cifar_towers.inference import evaluate
 from cifar_towers.training.build import make_image_size_fn, setup_devices
 from tests.configs import TINY_NET
 from tests.messages import lines_with
-from tests.runs.short_runs import STEPS, TINY, StopAtStep, records_of, run
+from tests.runs.short_runs import STEPS, TINY, records_of, run
 
 
 def test_records_of_steps(tiny_run):
@@ -132,17 +129,6 @@ def test_synthetic_data_that_replace_cifar10_are_named_everywhere(tmp_path, monk
     environment = json.loads((tmp_path / "runs/tiny-synthetic-seed10/environment.json").read_text())
     assert "SYNTHETIC" in environment["synthetic_data"]
     assert capsys.readouterr().out.count(environment["synthetic_data"]) == 2
-
-
-def test_seeds_that_are_overwritten_resume_without_their_earlier_runs(tmp_path, tiny_run, monkeypatch):
-    """The directories of all are cleared at once, so that a later start uses no earlier result."""
-    for seed in (0, 1):
-        shutil.copytree(tiny_run[0], tmp_path / f"seed{seed}")
-    monkeypatch.setattr(main, "StopSignals", lambda: StopAtStep(1))
-    with pytest.raises(Interrupted, match="step 1"):
-        train_seeds(replace(TINY, train_dir=str(tmp_path), seeds="0,1", overwrite=True))
-    assert [path.name for path in list_checkpoints(tmp_path / "seed0")] == ["step-1.npz"]
-    assert not (tmp_path / "seed1/result.json").exists() and not list_checkpoints(tmp_path / "seed1")
 
 
 def test_seeds_are_summarized_without_those_that_diverge(tmp_path, monkeypatch, capsys):
