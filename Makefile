@@ -68,7 +68,7 @@ QUICK = $(addprefix tests/,config data checkpointing reporting test_architecture
   towers/test_gradients.py towers/test_sharding.py)
 
 test-quick: .venv/dev-ready  ## run the tests that compile no net, in a minute
-	@$(BIN)/python -m pytest -m 'not slow and not browser and not needs_gpu' -n 2 --dist worksteal $(QUICK) $(ARGS)
+	@$(MAKE) --no-print-directory test ARGS="-n 2 --dist worksteal $(QUICK) $(ARGS)"
 
 test: .venv/dev-ready  ## run the tests, in ten minutes or less on two cores; some: ARGS='-s -k ...'
 	@$(BIN)/python -m pytest -m 'not slow and not browser and not needs_gpu' $(or $(ARGS),-n 2 --dist worksteal)
@@ -112,5 +112,5 @@ faults-long: .venv/dev-ready  ## as many trials as in docs/robustness.md (hours)
 	@$(BIN)/python -m tests.faults --long $(ARGS)
 
 clean:  ## remove .venv and caches, never runs/
-	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache build dist *.egg-info
 	find cifar_towers tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
