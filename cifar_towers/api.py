@@ -105,8 +105,10 @@ def train_run(
             return result
         stack.enter_context(tensorflow_imported())
         from cifar_towers import trainer
+        from cifar_towers.reporting.run_logger import Callbacks
 
-        return trainer.train(config, source, directory, signals, cluster, callbacks, Run, timer)
+        told = Callbacks(callbacks, Run(directory.path))
+        return trainer.train(config, source, directory, signals, cluster, told, timer)
 
 
 def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def run_benchmark(config: BenchmarkConfig, training_command: Sequence[str]) -> N
     """
     num_gpus = len(tf.config.get_visible_devices("GPU"))
     cases = make_cases(config, num_gpus)
-    recipe = short_training(config.recipe, on_gpus=num_gpus > 0)
+    recipe = short_training(config, on_gpus=num_gpus > 0)
     config.directory.mkdir(parents=True, exist_ok=True)
     rates: dict[BenchmarkCase, list[float]] = {}
     machine: dict[str, Any] = {}
@@ -98,7 +98,7 @@ def make_cases(config: BenchmarkConfig, num_gpus: int) -> list[BenchmarkCase]:
     """
     limit = num_gpus or 2
     doubled = sorted({limit, *(2**power for power in range(limit.bit_length()))})
-    counts = config.tower_counts or [count for count in doubled if config.recipe.batch_size % count == 0]
+    counts = config.tower_counts or [count for count in doubled if config.batch_size % count == 0]
     cases = []
     for count in counts:
         placements = tuple(PLACEMENTS) if count > 1 else ("cpu", "round_robin") if num_gpus else ("cpu",)
@@ -107,16 +107,16 @@ def make_cases(config: BenchmarkConfig, num_gpus: int) -> list[BenchmarkCase]:
     return cases
 
 
-def short_training(recipe: TrainConfig, on_gpus: bool) -> TrainConfig:
+def short_training(config: TrainConfig, on_gpus: bool) -> TrainConfig:
     """Return the recipe with a few steps, as in most of a run, without evaluations before the end and summaries.
 
     Images have their full size and the whitening's bias is frozen.
     """
     steps = WARM_UP_STEPS + WINDOW_STEPS * NUM_WINDOWS["GPU" if on_gpus else "CPU"]
     return dataclasses.replace(
-        recipe,
+        config,
         max_steps=steps,
-        epochs=recipe.epochs and max(recipe.epochs, float(steps)),  # an epoch has at least one step
+        epochs=config.epochs and max(config.epochs, float(steps)),  # an epoch has at least one step
         image_size_schedule="",
         whitening_epochs=0.0,
         eval_every_epochs=0.0,
@@ -145,8 +145,7 @@ def visit(
       RunError: the training failed, with the last line that it printed.
     """
     with tempfile.TemporaryDirectory(prefix="visit-", dir=directory) as train_dir:
-        config = dataclasses.replace(recipe, **case._asdict(), recipe="", train_dir=train_dir)
-        flags = ["--recipe=", *as_flags(vars(config))]
+        flags = ["--recipe=", *as_flags(vars(recipe) | case._asdict() | {"recipe": "", "train_dir": train_dir})]
         done = subprocess.run([*training_command, *flags], capture_output=True, text=True)
         if done.returncode:
             raise RunError([f"exit code {done.returncode}", *done.stderr.strip().splitlines()][-1])
@@ -156,8 +155,8 @@ def visit(
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
-    """Return the flags of a training's settings, without those that have their default."""
-    return [f"--{name}={value}" for name, value in settings.items() if value != getattr(TrainConfig, name)]
+    """Return the flags of the settings that a training has, without those that have their default."""
+    return [f"--{name}={value}" for name, value in settings.items() if value != getattr(TrainConfig, name, value)]
 
 
 def write_json(config: BenchmarkConfig, rates: Rates, machine: Mapping[str, Any]) -> None:
@@ -168,10 +167,10 @@ def write_json(config: BenchmarkConfig, rates: Rates, machine: Mapping[str, Any]
         results = {"images_per_sec": values, "median": median, "quartiles": [low, high]}
         cases.append({**case._asdict(), "flags": str(case), **results})
     content = {
-        "recipe": config.recipe.name,
-        "model": config.recipe.model,
-        "batch_size": config.recipe.batch_size,
-        "dataset": config.recipe.dataset,
+        "recipe": config.name,
+        "model": config.model,
+        "batch_size": config.batch_size,
+        "dataset": config.dataset,
         "date": datetime.date.today().isoformat(),
         **{name: machine[name] for name in ("processor", "cores", "gpus", "packages")},
         "cases": cases,
@@ -182,11 +181,11 @@ def write_json(config: BenchmarkConfig, rates: Rates, machine: Mapping[str, Any]
 
 def publish(config: BenchmarkConfig, rates: Rates, machine: Mapping[str, Any]) -> None:
     """Print the recipe, the machine, the table and the flags of the fastest case; write the picture."""
-    recipe, gpus = config.recipe, machine["gpus"]
+    gpus = machine["gpus"]
     devices = [machine["processor"], f"{machine['cores']} cores", *(f"{gpus.count(gpu)} x {gpu}" for gpu in {*gpus})]
-    title = f"{recipe.name}, batches of {recipe.batch_size:,}; {', '.join(devices)}"
+    title = f"{config.name}, batches of {config.batch_size:,}; {', '.join(devices)}"
     plot(rates, title).savefig(config.directory / PICTURE_FILE, dpi=120)
-    print(f"\n{title}\n{table(rates, recipe.batch_size)}")
+    print(f"\n{title}\n{table(rates, config.batch_size)}")
     fastest, _ = by_rate(rates)[0]
     print(f"\nwritten to {config.directory}: {JSON_FILE}, {PICTURE_FILE}\nfastest: {fastest}", flush=True)
 

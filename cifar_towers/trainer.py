@@ -13,9 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers.checkpointing.checkpoint import find_checkpoint, first_nonfinite, read_checkpoint
-from cifar_towers.checkpointing.run_directory import RunDirectory, code_digests, describe_differences, run_facts
+from cifar_towers.checkpointing.run_directory import RunDirectory, describe_differences, run_facts
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.train_config import recipe_fields, shared_settings
+from cifar_towers.config.train_config import code_digests, recipe_fields, shared_settings
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
 from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError, error_text, listed
@@ -41,8 +41,7 @@ def train(
     directory: RunDirectory,
     signals: StopSignals,
     cluster: Workers | None,
-    callbacks: Sequence[Any],
-    make_handle: Callable[[Path], Any],
+    callbacks: Callbacks,
     timer: PhaseTimer,
 ) -> dict:
     """Train or resume a run that is not finished, and return its result: the content of result.json.
@@ -51,8 +50,7 @@ def train(
       directory: as `open_run` yields it; on a cluster, only that of worker 0 is kept.
       signals: if one is received during the steps, the run is saved and ends.
       cluster: the workers to train with; None: this process alone.
-      callbacks: functions and objects that are called during the run; see `Callbacks`.
-      make_handle: function from the run's directory to the object that callbacks get as `run`.
+      callbacks: functions and objects of the user's that are called during the run.
       timer: the timer that runs since the program started.
 
     Raises:
@@ -63,8 +61,8 @@ def train(
     with coordination.connect(cluster, lambda: build.setup_devices(config, cluster)) as (workers, devices):
         setup = set_up(config, source, devices, workers, timer)
         try:
-            with Callbacks(callbacks, make_handle(directory.path)).until_end() as started_callbacks:
-                run = Run(setup, directory, signals, started_callbacks)
+            with callbacks.until_end():
+                run = Training(setup, directory, signals, callbacks)
                 with signals.recorded(), run.opened() as step:
                     step = train_from(step, run)
                 return finish(step, run)
@@ -120,7 +118,7 @@ def shared_values(setup: RunSetup) -> dict[str, Any]:
     return shared_settings(setup.config) | versions | code | data
 
 
-def train_from(step: int, run: "Run") -> int:
+def train_from(step: int, run: "Training") -> int:
     """Train from `step` until the end, the target, a signal or an error of a callback; return the finished steps.
 
     Raises:
@@ -143,7 +141,7 @@ def train_from(step: int, run: "Run") -> int:
     return step
 
 
-def finish(step: int, run: "Run") -> dict:
+def finish(step: int, run: "Training") -> dict:
     """Save the last step, evaluate every split, and write the result."""
     saved = run.save_now(step, wait=True)
     run.logger.begin_final_evaluation(step, run.evaluator.splits)
@@ -168,7 +166,7 @@ def finish(step: int, run: "Run") -> dict:
     return result
 
 
-class Run:
+class Training:
     """One run in memory: the parts that train it, and the hooks after each step.
 
     Attributes:

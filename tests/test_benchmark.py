@@ -23,8 +23,8 @@ MACHINE = {"processor": "Abacus", "cores": 2, "gpus": ["A100", "A100"], "package
 
 @pytest.fixture
 def config(tmp_path):
-    recipe = TrainConfig(recipe="mine", model="cifarnet", crop=24, batch_size=100)
-    return BenchmarkConfig(recipe=recipe, train_dir=str(tmp_path), minutes=0.0)
+    settings = {"recipe": "mine", "model": "cifarnet", "crop": 24, "batch_size": 100}
+    return BenchmarkConfig(**settings, train_dir=str(tmp_path), minutes=0.0)
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,10 @@ def test_cases(config, settings, num_gpus, expected):
 
 @pytest.mark.parametrize(("recipe", "case"), [*((name, CPU) for name in recipe_names()), ("speed94", MIRRORED)])
 def test_a_visit_trains_the_recipe_with_the_flags_of_its_case(recipe, case):
-    recipe = parse_command_line(TrainConfig, [f"--recipe={recipe}", "--seed=3"])
+    recipe = parse_command_line(BenchmarkConfig, [f"--recipe={recipe}", "--seed=3"])
     config = dataclasses.replace(short_training(recipe, on_gpus=False), **case._asdict(), recipe="", train_dir="here")
-    assert parse_command_line(TrainConfig, ["--recipe=", *as_flags(vars(config))]) == config
+    trained = parse_command_line(TrainConfig, ["--recipe=", *as_flags(vars(config))])
+    assert vars(config).items() >= vars(trained).items()
     length = config.run_length(steps_per_epoch=1)
     assert length.last == 25 and length.total >= 25
     assert (config.batch_size, config.seed, config.optimizer) == (recipe.batch_size, 3, recipe.optimizer)

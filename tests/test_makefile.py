@@ -28,8 +28,7 @@ def make(*arguments):
 )
 def test_targets_take_their_recipe_from_config(target, config_class, recipe):
     _, _, *flags = shlex.split(make("-n", target, f"CONFIG={recipe}", "ARGS=--epochs=3").splitlines()[-1])
-    config = parse_command_line(config_class, flags)
-    trained = config if config_class is TrainConfig else config.recipe
+    trained = parse_command_line(config_class, flags)
     assert (trained.recipe, trained.epochs) == (recipe, 3)
     assert trained.dataset == ("synthetic" if recipe == "smoke" else "auto")
 

@@ -4,7 +4,6 @@ No function here needs TensorFlow.
 """
 
 import contextlib
-import hashlib
 import logging
 import shlex
 import time
@@ -24,9 +23,8 @@ from cifar_towers.checkpointing.checkpoint import (
     write_checkpoint,
 )
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.train_config import recipe_fields
+from cifar_towers.config.train_config import code_digests, recipe_fields
 from cifar_towers.errors import DataError, UsageError, error_text
-from cifar_towers.registry import find_source
 
 log = logging.getLogger(__name__)
 
@@ -139,11 +137,11 @@ def open_run(config: TrainConfig) -> Iterator[RunDirectory]:
 def _check_is_run(path: Path, overwrite: bool) -> None:
     """Refuse a directory in which a new run would replace something, or mix with it."""
     names = {each.name for each in path.iterdir() if not each.name.startswith(".")}
-    is_run, others = names & {files.METRICS, files.CONFIG}, sorted(n for n in names if not files.belongs_to_run(n))
+    others = sorted(name for name in names if not files.belongs_to_run(name))
     has_checkpoints = any(name.startswith("step-") for name in names)
     if "checkpoints" in names and not overwrite:
         raise UsageError(f"{path} is a run of an earlier format, which cannot be read; give another --train_dir")
-    if others and not (is_run or has_checkpoints):
+    if others and not (files.METRICS in names or has_checkpoints):
         raise UsageError(f"train_dir={path} holds {others[0]}, which is of no run; give another --train_dir")
     if files.RESULT in names and not has_checkpoints and not overwrite:
         raise UsageError(
@@ -198,12 +196,6 @@ def run_facts(config: TrainConfig, precision: str, num_towers: int, threads: int
         "strategy": config.strategy,
         **{f"code of {setting}": digest for setting, digest in code_digests(config).items()},
     }
-
-
-def code_digests(config: TrainConfig) -> dict[str, str]:
-    """Return the SHA-256 of the files of the user's functions that decide what is trained, by setting."""
-    paths = {setting: find_source(setting, getattr(config, setting)) for setting in ("model", "augment", "loss")}
-    return {setting: hashlib.sha256(path.read_bytes()).hexdigest() for setting, path in paths.items() if path}
 
 
 def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

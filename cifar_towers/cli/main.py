@@ -15,7 +15,7 @@ from absl import flags as absl_flags
 
 from cifar_towers import api
 from cifar_towers.config import TrainConfig, parse_numbers, programs
-from cifar_towers.config.train_config import RECIPE, REST, Config, make_config, names_with, recipe_names
+from cifar_towers.config.train_config import REST, Config, make_config, names_with, recipe_names
 from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError, error_line
 from cifar_towers.hardware import tensorflow_imported
 from cifar_towers.inference.run import load_run
@@ -258,7 +258,7 @@ def benchmark(config: programs.BenchmarkConfig) -> None:
     Without --recipe and --model the recipe is speed94; its flags are passed on. After Ctrl-C the finished trainings
     are reported. The same command starts again.
     """
-    api.locate_data(config.recipe)
+    api.locate_data(config)
     with tensorflow_imported():
         from cifar_towers.benchmark import run_benchmark
 
@@ -342,12 +342,9 @@ def help_text(fields: Sequence[dataclasses.Field], description: str, is_full: bo
 
 
 def flag_settings(config_class: type) -> list[dataclasses.Field]:
-    """Return the settings that have a flag: a config's own, and those of the recipe that it may hold."""
-    own = [field for field in dataclasses.fields(config_class) if field.metadata["group"] not in (REST, RECIPE)]
-    if not names_with(config_class, group=RECIPE):
-        return own
-    left_out = {field.name for field in own} | {*getattr(config_class, "refused", ())}
-    return own + [field for field in dataclasses.fields(TrainConfig) if field.name not in left_out]
+    """Return the settings of a program that have a flag."""
+    left_out = {*names_with(config_class, group=REST), *getattr(config_class, "refused", ())}
+    return [field for field in dataclasses.fields(config_class) if field.name not in left_out]
 
 
 def _define(fields: Sequence[dataclasses.Field]) -> absl_flags.FlagValues:

@@ -7,7 +7,6 @@ from typing import ClassVar
 from cifar_towers.config.train_config import (
     PRECISION_HELP,
     PRECISIONS,
-    RECIPE,
     REST,
     DeviceConfig,
     TrainConfig,
@@ -147,14 +146,13 @@ class LaunchConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchmarkConfig:
-    """Settings of `cifar-towers benchmark`: a recipe, and how to measure its step."""
+class BenchmarkConfig(TrainConfig):
+    """Settings of `cifar-towers benchmark`: those of a training, and how to measure its step."""
 
     refused: ClassVar[tuple[str, ...]] = (  # settings of a training that have no flag here
         *("strategy", "variable_placement", "num_gpus", "workers", "worker_index", "seeds", "target_accuracy"),
     )
 
-    recipe: TrainConfig = setting(TrainConfig(), RECIPE, "the recipe whose step is measured")
     train_dir: str = _benchmark("", "directory of the results; default: runs/benchmark-<recipe>")
     towers: str = _benchmark(
         "", "numbers of towers, e.g. 1,2,4; default: 1 to all GPUs by doubling, or 1 and 2 without GPUs"
@@ -164,8 +162,9 @@ class BenchmarkConfig:
     )
 
     def __post_init__(self):
+        super().__post_init__()
         for count in self.tower_counts:
-            self.recipe.check_shares(count)
+            self.check_shares(count)
 
     @property
     def tower_counts(self) -> tuple[int, ...]:
@@ -175,4 +174,4 @@ class BenchmarkConfig:
     @property
     def directory(self) -> Path:
         """`train_dir`, or its default."""
-        return Path(self.train_dir or f"runs/benchmark-{self.recipe.name}")
+        return Path(self.train_dir or f"runs/benchmark-{self.name}")

@@ -6,6 +6,7 @@ What cannot be used raises a UsageError here and in the modules beside this one;
 
 import dataclasses
 import functools
+import hashlib
 import math
 import os
 import re
@@ -30,7 +31,6 @@ from cifar_towers.registry import (
 )
 
 REST = "the rest"  # group of the setting that holds a program's positional arguments
-RECIPE = "the recipe"  # group of the setting that holds a TrainConfig; each setting of that config is a flag
 MIN_IMAGE_SIZE = 18  # pixels
 PRECISIONS = ("float32", "bfloat16")
 PRECISION_HELP = "number format the net computes in; auto: bfloat16 if the hardware computes it faster, else float32"
@@ -480,14 +480,9 @@ def make_config(config_class: type[Config], settings: Mapping[str, Any]) -> Conf
     given |= {name: os.path.expanduser(given[name]) for name in PATHS if name in given}
     for name in ("model", "augment", "loss"):
         find_source(name, given.get(name, ""))
-    if config_class is TrainConfig:
+    if issubclass(config_class, TrainConfig):
         recipe = given.setdefault("recipe", "" if "model" in given else DEFAULT_RECIPE)
         given = read_recipe(recipe) | given
-    for holder in names_with(config_class, group=RECIPE):
-        own = set(names_with(config_class)) - {holder}
-        given = {name: given[name] for name in own & given.keys()} | {
-            holder: make_config(TrainConfig, {name: given[name] for name in given.keys() - own})
-        }
     config = config_class(**given)
     check_limits(config)
     return config
@@ -509,3 +504,9 @@ def recipe_fields(config: TrainConfig) -> dict[str, Any]:
 def shared_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the settings that must be the same on all workers of a cluster."""
     return {name: getattr(config, name) for name in names_with(TrainConfig, per_worker=False)}
+
+
+def code_digests(config: TrainConfig) -> dict[str, str]:
+    """Return the SHA-256 of the files of the user's functions that decide what is trained, by setting."""
+    paths = {setting: find_source(setting, getattr(config, setting)) for setting in ("model", "augment", "loss")}
+    return {setting: hashlib.sha256(path.read_bytes()).hexdigest() for setting, path in paths.items() if path}

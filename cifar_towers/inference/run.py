@@ -107,12 +107,16 @@ class Run:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The settings that repetitions of one experiment share, with precision, number of towers and data digests."""
+        """The settings that repetitions of one experiment share, with precision, number of towers, and digests."""
         settings = {name: value for name, value in self.config.items() if name not in PER_RUN}
         environment = self.environment
-        data = {f"{split}_data": digest[:12] for split, digest in environment.get("data_sha256", {}).items()}
+        digests = {
+            f"{name}_{kind}": digest[:12]
+            for kind in ("data", "code")
+            for name, digest in environment.get(f"{kind}_sha256", {}).items()
+        }
         towers = len(environment.get("towers", []))
-        return settings | {"precision": environment.get("precision"), "num_gpus": towers} | data
+        return settings | {"precision": environment.get("precision"), "num_gpus": towers} | digests
 
     @property
     def scores(self) -> dict[str, dict[str, Any]]:

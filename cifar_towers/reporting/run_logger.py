@@ -11,7 +11,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +24,7 @@ import tensorflow as tf
 from cifar_towers import files
 from cifar_towers.config import TrainConfig, parse_profile_steps
 from cifar_towers.config.schedules import RunLength
-from cifar_towers.config.train_config import recipe_fields
+from cifar_towers.config.train_config import code_digests, recipe_fields
 from cifar_towers.data.dataset import Dataset, DatasetInfo, Split
 from cifar_towers.errors import UsageError, count
 from cifar_towers.evaluation.score import Evaluation, describe_score, reported_score, score_name
@@ -43,7 +42,6 @@ from cifar_towers.training.step import FinishedStep, StepMetrics, without_gradie
 
 PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tensorboard", "numpy", "absl-py")
 SCALARS_PER_SUMMARY = 10  # scalars are written this many times as often as whole summaries
-DRAWING_SHARE = 0.02  # of the run's time that drawing evaluations may take
 RECORDED = {  # key of a training record in metrics.jsonl -> tag of the same value in TensorBoard
     "loss": "loss", "accuracy": "accuracy", "gradient_norm": "health/gradient_norm",
     "skipped_steps": "health/skipped_steps", "images_per_sec": "speed/images_per_sec", "input_wait": "speed/input_wait",
@@ -85,7 +83,6 @@ class RunLogger:
         self.tensorboard = TensorBoardWriter(self.directory)
         self._epoch: list[StepMetrics] = []
         self.saved_step = 0  # the newest checkpoint since the last epoch; 0: none
-        self._last_drawing, self._drawing_seconds = -math.inf, 0.0
         self._unwritten: dict[str, dict] = {}  # file name -> content
         self._profile_errors = files.BestEffortWrites(self.directory / TRAIN, (OSError, tf.errors.OpError))
         self._is_profiled = False  # whether a trace is running
@@ -212,26 +209,17 @@ class RunLogger:
     def log_evaluation(
         self, step: int, evaluations: Sequence[Evaluation], splits: Mapping[str, Split], final: bool
     ) -> list[dict]:
-        """Write the evaluations after `step`, and return their records.
-
-        The evaluation that the run reports is also drawn, before the `final` one only as often as `DRAWING_SHARE` of
-        the time allows.
-        """
+        """Write the evaluations after `step`, and return their records. Draw the `final` one that the run reports."""
         records = [evaluation_record(evaluation) for evaluation in evaluations]
         for record in records:
             self.metrics.write(kind="eval", step=step, epoch=step / self.length.steps_per_epoch, **record)
             self.callbacks.evaluation(step, record)
             self.tensorboard.write(EVAL, step, {f"{key}/{score_name(record)}": record[key] for key in EVALUATED})
         self._write_unwritten()
-        if self.quiet:
-            return records
-        reported = next(e for e, record in zip(evaluations, records, strict=True) if record is reported_score(records))
-        split = splits[reported.split]
-        start = time.monotonic()
-        if final or start - self._last_drawing >= self._drawing_seconds / DRAWING_SHARE:
-            self._draw(step, reported, split)
-            self._last_drawing = time.monotonic()
-            self._drawing_seconds = self._last_drawing - start
+        if final and not self.quiet:
+            score = reported_score(records)
+            reported = next(e for e, record in zip(evaluations, records, strict=True) if record is score)
+            self._draw(step, reported, splits[reported.split])
         return records
 
     def begin_final_evaluation(self, step: int, splits: Mapping[str, Split]) -> None:
@@ -381,10 +369,10 @@ class Callbacks:
         self._call_each("on_evaluation", step, record)
 
     @contextlib.contextmanager
-    def until_end(self) -> Iterator["Callbacks"]:
+    def until_end(self) -> Iterator[None]:
         """At the end of the context, call `on_end` of every started callback, then raise the error that is left."""
         try:
-            yield self
+            yield
         finally:
             for callback in self._started:
                 self._call(callback, "on_end", self._run)
@@ -424,6 +412,7 @@ def describe_run(setup: RunSetup) -> dict[str, Any]:
         "precision": setup.precision,
         "gpus": gpu_names(),
         "data_sha256": setup.dataset.digests(),
+        "code_sha256": code_digests(setup.config),
         "synthetic_data": setup.banner,
         "class_names": list(setup.dataset.info.class_names),
     }

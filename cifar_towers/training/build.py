@@ -94,7 +94,7 @@ def make_batches(config: TrainConfig, train: Split, rows: tuple[int, int] | None
 
 def make_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
     """Return the augmentation of a run, except a function of the user's, which `make_training` adds."""
-    settings = {name: getattr(config, name) for name in Augmentation._fields if hasattr(config, name)}
+    settings = {name: getattr(config, name) for name in Augmentation._fields if name not in ("mean", "std", "own")}
     return Augmentation(**settings, mean=info.mean, std=info.std)
 
 

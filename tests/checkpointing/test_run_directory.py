@@ -119,6 +119,8 @@ def test_directories_in_which_a_run_would_replace_something_are_refused(config, 
     path = config.directory / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content)
+    if name:
+        (config.directory / "config.json").write_text("{}")  # other programs have one too
     with pytest.raises(UsageError, match=message), open_run(config):
         pass
     assert path.read_text() == content
