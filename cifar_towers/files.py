@@ -149,20 +149,15 @@ def _try_lock(file: IO, operation: int) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file that this project wrote; raise a DataError if it is missing or damaged."""
+    """Return the object in a JSON file that this project wrote, empty if there is no file; DataError: it is damaged."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes()) if path.exists() else {}
         reason = "" if isinstance(found, dict) else "it holds no object"
     except (OSError, ValueError) as error:
         reason = error_text(error)
     if reason:
         raise DataError(f"{path} cannot be read ({reason}); put a good copy there, or remove the file")
     return found
-
-
-def read_json_if_any(path: Path) -> dict[str, Any]:
-    """Return what `read_json` returns; an empty object if there is no such file."""
-    return read_json(path) if path.exists() else {}
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -13,12 +13,12 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers.checkpointing.checkpoint import find_checkpoint, first_nonfinite, read_checkpoint
-from cifar_towers.checkpointing.run_directory import RunDirectory, describe_differences, run_facts
+from cifar_towers.checkpointing.run_directory import RunDirectory, assign, describe_differences
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import code_digests, recipe_fields, shared_settings
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
-from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError, error_text, listed
+from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError, listed
 from cifar_towers.evaluation.evaluator import Evaluator, make_classify_fn, score_split
 from cifar_towers.evaluation.score import reported_score
 from cifar_towers.hardware import choose_precision
@@ -60,17 +60,15 @@ def train(
     """
     with coordination.connect(cluster, lambda: build.setup_devices(config, cluster)) as (workers, devices):
         setup = set_up(config, source, devices, workers, timer)
-        try:
-            with callbacks.until_end():
-                run = Training(setup, directory, signals, callbacks)
-                with signals.recorded(), run.opened() as step:
-                    step = train_from(step, run)
-                return finish(step, run)
-        except tf.errors.ResourceExhaustedError as error:
-            raise UsageError(
-                f"the memory is too small for a step ({error_text(error)}); give --micro_batches="
-                f"{2 * config.micro_batches} and --overwrite"
-            ) from error
+        with callbacks.until_end():
+            run = Training(setup, directory, signals, callbacks)
+            with signals.recorded(), run.opened() as step:
+                step = train_from(step, run)
+                saved = run.save_now(step, wait=True)
+            if signals.received and workers.size == 1:  # while the last step was saved
+                run.stop_signal = signals.received
+                raise run.save_early(step)
+            return finish(step, saved, run)
 
 
 def set_up(
@@ -137,13 +135,12 @@ def train_from(step: int, run: "Training") -> int:
     if run.stop_signal or run.callbacks.error:
         raise run.save_early(step)
     if nonfinite := first_nonfinite(run.values()):
-        raise DivergedError(f"{nonfinite} is not finite after step {step}; {run.directory.describe_latest()}")
+        raise DivergedError(f"{nonfinite} is not finite after step {step}; {run.describe_latest()}")
     return step
 
 
-def finish(step: int, run: "Training") -> dict:
-    """Save the last step, evaluate every split, and write the result."""
-    saved = run.save_now(step, wait=True)
+def finish(step: int, saved: bool, run: "Training") -> dict:
+    """Evaluate every split after the last step, and write the result; save the step if it is not `saved`."""
     run.logger.begin_final_evaluation(step, run.evaluator.splits)
     run.evaluate_now(step, final=True)
     run.note_target(step)
@@ -189,8 +186,9 @@ class Training:
         )
         self.variables = self.state.named_variables()
         self.step_runner = StepRunner(train_step, self.state.optimizer, build.make_image_size_fn(config, length))
-        augmentation = build.make_augmentation(config, train.info)  # without a function of the user's
-        self.diagnose = make_diagnose_fn(self.state.model, augmentation, setup.local_towers)
+        augmentation = build.make_augmentation(config, train.info)
+        own_augmentation = build.make_own_augmentation(config, train.info)
+        self.diagnose = make_diagnose_fn(self.state.model, own_augmentation, setup.local_towers)
         self.health = Health(self.state, setup.step_towers)
         self.logger = RunLogger(setup, self.state.model, callbacks)
         self.log = self.logger.log
@@ -204,8 +202,13 @@ class Training:
             length.last,
             config.tta,
         )
-        threads = tf.config.threading.get_intra_op_parallelism_threads()
-        self.facts = run_facts(config, setup.precision, len(setup.step_towers), threads)
+        self.facts = {  # what else its numbers depend on, besides recipe and data; a resumed run may differ in it
+            "precision": setup.precision,
+            "towers": len(setup.step_towers),
+            "threads": tf.config.threading.get_intra_op_parallelism_threads(),  # 0: as TensorFlow chooses
+            "strategy": config.strategy,
+            **{f"code of {setting}": digest for setting, digest in code_digests(config).items()},
+        }
         self.hooks: list[Callable[[int, Sequence[FinishedStep]], None]] = [
             self.check_and_log,
             self.evaluate_if_due,
@@ -260,14 +263,7 @@ class Training:
                 f"{self.directory.path} was trained on other {' and '.join(changed)} images than {dataset.name} has "
                 "now; put the images back as they were, or give another --train_dir, or --overwrite"
             )
-        shapes = {name: (value.shape, value.dtype) for name, value in values.items()}
-        wanted = {name: (tuple(v.shape), v.dtype.as_numpy_dtype) for name, v in self.variables.items()}
-        if differing := describe_differences(shapes, wanted):
-            raise UsageError(
-                f"{self.directory.path} is of another model: {listed(differing, 2)}; give another --train_dir"
-            )
-        for name, variable in self.variables.items():
-            variable.assign(values[name])
+        assign(self.variables, values, self.directory.path)
         self.timer.resume(metadata)
         self.health.restore(metadata)
         self.evaluations = metadata["evaluations"]
@@ -343,8 +339,9 @@ class Training:
         for each in finished:
             if line := self.health.record(each):
                 if self.health.skipped_in_a_row >= MAX_SKIPPED_STEPS:
-                    latest = self.workers.broadcast_from_chief(self.directory.describe_latest)
-                    raise DivergedError(f"{line}; {latest}; give --overwrite with a smaller --learning_rate")
+                    raise DivergedError(
+                        f"{line}; {self.describe_latest()}; give --overwrite with a smaller --learning_rate"
+                    )
                 self.log(line)
             diagnostics = self._diagnose(each) if self.logger.is_summary_step(each.step) else None
             self.logger.log_step(each, diagnostics, self.health.skipped_steps)
@@ -431,6 +428,10 @@ class Training:
             self.logger.saved_step = step
         return saved
 
+    def describe_latest(self) -> str:
+        """Return what worker 0 has saved of the run."""
+        return self.workers.broadcast_from_chief(self.directory.describe_latest)
+
     def save_early(self, step: int) -> BaseException:
         """Save the last finished step; return the error to raise: that of a callback, or that of the signal."""
         self.check_and_log(step, self.step_runner.finish())
@@ -440,5 +441,5 @@ class Training:
             if saved:
                 self.log(f"a callback failed; saved step {step}: {AGAIN}")
             return self.callbacks.error
-        outcome = f"saved step {step}" if saved else self.directory.describe_latest()
+        outcome = f"saved step {step}" if saved else self.describe_latest()
         return Interrupted(self.stop_signal, f"{outcome}: {AGAIN}")

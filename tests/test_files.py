@@ -81,10 +81,10 @@ def test_a_look_at_a_lock_keeps_nobody_from_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize("content", [b"", b"[1]", b'{"step": ', b"\xff\xfe"])
 def test_damaged_json_is_one_error_that_names_the_file(tmp_path, content):
     path = tmp_path / "result.json"
-    assert files.read_json_if_any(path) == {}
+    assert files.read_json(path) == {}
     path.write_bytes(content)
     with pytest.raises(DataError, match="result.json"):
-        files.read_json_if_any(path)
+        files.read_json(path)
 
 
 def test_json_has_no_number_that_other_parsers_refuse():

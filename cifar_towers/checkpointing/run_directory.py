@@ -24,7 +24,7 @@ from cifar_towers.checkpointing.checkpoint import (
 )
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import code_digests, recipe_fields
-from cifar_towers.errors import DataError, UsageError, error_text
+from cifar_towers.errors import DataError, UsageError, error_text, listed
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +50,14 @@ class RunDirectory:
         self._save_seconds, self._last_save = 0.0, time.monotonic()
 
     def stored_result(self, dataset: str) -> dict[str, Any] | None:
-        """Return the result of a run on this data set that is at its last step or its target; otherwise None."""
-        result = files.read_json_if_any(self.path / files.RESULT)
+        """Return the result of a run on this data set, by this code, at its last step or its target; otherwise None."""
+        result = files.read_json(self.path / files.RESULT)
         if not self.saved or result.get("dataset") != dataset:
             return None
         _, metadata = self.saved
+        code = {f"code of {setting}": digest for setting, digest in code_digests(self._config).items()}
+        if not code.items() <= metadata["facts"].items():  # a function of the user's was edited since
+            return None
         at_end = metadata["step"] >= self._config.run_length(metadata["steps_per_epoch"]).last
         at_target = 0 < self._config.target_accuracy <= result["reached"]
         return result if result["step"] == metadata["step"] and (at_end or at_target) else None
@@ -183,19 +186,18 @@ def _check_recipe(config: TrainConfig, metadata: Mapping[str, Any]) -> None:
         )
 
 
-def run_facts(config: TrainConfig, precision: str, num_towers: int, threads: int) -> dict[str, Any]:
-    """Return what else a run's numbers depend on, besides its recipe and data: a resumed run may differ in it.
+def assign(variables: Mapping[str, Any], values: Mapping[str, np.ndarray], directory: Path) -> None:
+    """Assign the values of a checkpoint to variables of TensorFlow or Keras, by name.
 
-    Args:
-      threads: in one operation; 0: as TensorFlow chooses.
+    Raises:
+      UsageError: the run in `directory`, which has the checkpoint, is of another model.
     """
-    return {
-        "precision": precision,
-        "towers": num_towers,
-        "threads": threads,
-        "strategy": config.strategy,
-        **{f"code of {setting}": digest for setting, digest in code_digests(config).items()},
-    }
+    saved = {name: (value.shape, value.dtype) for name, value in values.items()}
+    wanted = {name: (tuple(v.shape), v.numpy().dtype) for name, v in variables.items()}
+    if differing := describe_differences(saved, wanted):
+        raise UsageError(f"{directory} is of another model: {listed(differing, 2)}; give another --train_dir")
+    for name, variable in variables.items():
+        variable.assign(values[name])
 
 
 def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from absl import flags as absl_flags
 
-from cifar_towers import api
+from cifar_towers import api, files
 from cifar_towers.config import TrainConfig, parse_numbers, programs
 from cifar_towers.config.train_config import REST, Config, make_config, names_with, recipe_names
 from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError, error_line
@@ -176,8 +176,8 @@ def predict(config: programs.PredictConfig) -> None:
 
       cifar-towers predict --train_dir=runs/speed94-seed0 picture.jpg folder/ *.png
 
-    JPEG, PNG, GIF, BMP and WebP, up to 25 megapixels and 20 MB (WebP: 16 megapixels). The model gets the
-    central square, upright, over white where it is transparent, resized to the size of the training images.
+    JPEG, PNG, GIF, BMP and WebP, up to 25 megapixels. The model gets the central square, upright, over white where
+    it is transparent, resized to the size of the training images.
     """
     with tensorflow_imported():
         from cifar_towers.inference.predict import predict_images
@@ -220,13 +220,13 @@ def report(config: programs.ReportConfig) -> None:
     A directory stands for the runs in it. Runs that differ only in the seed are shown as their mean, with a band of
     one standard deviation.
     """
-    from cifar_towers import files
-    from cifar_towers.inference import report as page
+    from cifar_towers.inference.report import render
     from cifar_towers.inference.runs import read_runs
 
     directories = [Path(run) for run in config.runs]
-    default = Path(directories[0] if len(directories) == 1 else "", files.REPORT)
-    print(page.write(read_runs(directories), Path(config.out or default)))
+    out = Path(config.out or Path(directories[0] if len(directories) == 1 else "", files.REPORT))
+    files.write_whole(out, render(read_runs(directories)))
+    print(out)
 
 
 def runs(config: programs.RunsConfig) -> None:
@@ -245,7 +245,7 @@ def runs(config: programs.RunsConfig) -> None:
     if config.best:
         print(trained.best_run(found, config.best).directory)
     elif config.json:
-        print(trained.format_json(found))
+        print("\n".join(files.to_json(trained.describe(run)) for run in found))
     else:
         print(trained.format_table(found) if found else "no runs")
 

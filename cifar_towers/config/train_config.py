@@ -149,9 +149,6 @@ class DeviceConfig:
         low=0,
     )
     soft_placement: bool = _towers.free(True, "logical devices in place of missing GPUs", per_run=True)
-    gpu_memory_limit_mb: int = _towers.free(
-        0, "maximum memory on each GPU in MB; 0: no limit", low=0, per_worker=True, per_run=True
-    )
     deterministic: bool = _towers.free(False, "bit-identical results, or TensorFlow's error where it has none")
 
     def __post_init__(self):

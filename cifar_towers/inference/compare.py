@@ -9,6 +9,7 @@ import numpy as np
 from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_checkpoint
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import names_with
+from cifar_towers.errors import printable
 from cifar_towers.evaluation.score import score_name
 from cifar_towers.inference.run import Run, load_run
 from cifar_towers.inference.runs import flatten
@@ -47,7 +48,7 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, str]:
     if not results:
         findings.append((None, "the runs have no step in common, so nothing can be compared"))
     lines = [*(settings or ["settings and environments: same"]), *(line for _, line in findings)]
-    return bool(results) and all(results), "\n".join(lines)
+    return bool(results) and all(results), "\n".join(map(printable, lines))
 
 
 def _describe_changes(noun: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

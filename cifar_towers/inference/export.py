@@ -1,7 +1,8 @@
 """Export of a trained model with its preprocessing, in four formats, checked against the checkpoint."""
 
+import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,8 @@ def export_model(config: ExportConfig) -> None:
         raise UsageError(f"{out} exists; move it away, or give another --out")
     trained = TrainedModel(config)
     source = sources.find(config.dataset or trained.metadata["dataset"], config.data_dir) if config.check else None
-    tf.config.experimental.enable_tensor_float_32_execution(False)  # its ten bits are too few to compare with
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
+    with _exact(), tempfile.TemporaryDirectory(dir=out.parent) as temporary:
         directory = Path(temporary) / "export"
         directory.mkdir()
         file, make_reader = FORMATS[config.format]
@@ -59,6 +59,17 @@ def export_model(config: ExportConfig) -> None:
                 raise RunError(f"{checked}, more than the {MAX_DIFFERENCE:.0e} that rounding explains; nothing is kept")
         directory.rename(out)
     print(f"{out}: {trained.run.directory} at step {trained.metadata['step']}, {trained.weights} weights; {checked}")
+
+
+@contextlib.contextmanager
+def _exact() -> Iterator[None]:
+    """Leave out TensorFloat-32 inside: its ten bits are too few to compare with."""
+    options, before = tf.config.experimental, tf.config.experimental.tensor_float_32_execution_enabled()
+    options.enable_tensor_float_32_execution(False)
+    try:
+        yield
+    finally:
+        options.enable_tensor_float_32_execution(before)
 
 
 def make_portable_model(trained: TrainedModel) -> keras.Model:

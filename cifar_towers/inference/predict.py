@@ -1,6 +1,7 @@
 """A trained model in memory, and the classes that it gives to images."""
 
 import dataclasses
+import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -9,8 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_checkpoint
+from cifar_towers.checkpointing.run_directory import assign
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import ComputeConfig, PredictConfig, TrainedRunConfig
+from cifar_towers.config.train_config import code_digests
 from cifar_towers.data import image_files
 from cifar_towers.data.dataset import DatasetInfo
 from cifar_towers.errors import DataError, UsageError, printable
@@ -21,6 +24,8 @@ from cifar_towers.hardware import choose_precision
 from cifar_towers.inference.run import load_run
 from cifar_towers.towers.keras_parallel import variable_values
 from cifar_towers.training import build
+
+log = logging.getLogger(__name__)
 
 BATCH_SIZE = 256  # pictures that are read and classified at once
 TOP_K = 3  # classes shown for each picture
@@ -68,9 +73,15 @@ class TrainedModel:
             trained_in = self.metadata["facts"]["precision"]
             self.precision = choose_precision(config.precision, towers[0].device, trained_in)
         self.model = build.make_model(self.config, self.precision, self.info)
-        prefix = "ema" if self.weights == "ema" else "model"
-        for variable in [*self.model.trainable_variables, *self.model.non_trainable_variables]:
-            variable.assign(values[f"{prefix}.{variable.path.replace('/', '.')}"])
+        prefix = "ema." if self.weights == "ema" else "model."
+        variables = {
+            prefix + variable.path.replace("/", "."): variable
+            for variable in [*self.model.trainable_variables, *self.model.non_trainable_variables]
+        }
+        of_model = {name: value for name, value in values.items() if name.startswith(prefix)}
+        assign(variables, of_model, self.run.directory)
+        if code_digests(self.config).get("model") != self.metadata["facts"].get("code of model"):
+            log.warning("%s was trained with other code than that of model=%s", self.run.directory, self.config.model)
         self._classify = make_classify_fn(self.model, towers, self.augmentation)
 
     def logits(self, images: np.ndarray, tta: int = 0) -> np.ndarray:

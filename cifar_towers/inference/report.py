@@ -6,7 +6,6 @@ Runs that differ in their seed alone are one group: a mean in a table, and a cur
 import base64
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -31,12 +30,6 @@ CURVES = (  # of training records: title, key, factor for the unit
 )
 MAX_POINTS = 120  # of a curve
 MAX_CURVES = 8  # that can be distinguished in one picture
-
-
-def write(runs: Sequence[Run], out: Path) -> Path:
-    """Write the report on these runs to the file `out`, and return its path."""
-    files.write_whole(out, render(runs))
-    return out
 
 
 def render(runs: Sequence[Run]) -> str:

@@ -57,12 +57,12 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """The settings that the run was trained with, by name."""
-        return files.read_json_if_any(self.directory / files.CONFIG)
+        return files.read_json(self.directory / files.CONFIG)
 
     @property
     def environment(self) -> dict[str, Any]:
         """The content of environment.json: command, machine, versions, towers, digests of the data."""
-        return files.read_json_if_any(self.directory / files.ENVIRONMENT)
+        return files.read_json(self.directory / files.ENVIRONMENT)
 
     @property
     def class_names(self) -> list[str]:
@@ -82,7 +82,7 @@ class Run:
     @property
     def result(self) -> dict[str, Any] | None:
         """The content of result.json; None if the run is not finished, or was continued."""
-        result = files.read_json_if_any(self.directory / files.RESULT)
+        result = files.read_json(self.directory / files.RESULT)
         return result if result.get("step", -1) >= self.step else None
 
     @property
@@ -110,13 +110,10 @@ class Run:
         """The settings that repetitions of one experiment share, with precision, number of towers, and digests."""
         settings = {name: value for name, value in self.config.items() if name not in PER_RUN}
         environment = self.environment
-        digests = {
-            f"{name}_{kind}": digest[:12]
-            for kind in ("data", "code")
-            for name, digest in environment.get(f"{kind}_sha256", {}).items()
-        }
+        for kind in ("data", "code"):
+            settings |= {f"{name}_{kind}": sha[:12] for name, sha in environment.get(f"{kind}_sha256", {}).items()}
         towers = len(environment.get("towers", []))
-        return settings | {"precision": environment.get("precision"), "num_gpus": towers} | digests
+        return settings | {"precision": environment.get("precision"), "num_gpus": towers}
 
     @property
     def scores(self) -> dict[str, dict[str, Any]]:

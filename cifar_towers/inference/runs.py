@@ -122,11 +122,6 @@ def shared_score(runs: Sequence[Run], splits: Sequence[str] = ("test", "validati
     return next((score_name(score) for score in of_splits if score), "")
 
 
-def format_json(runs: Sequence[Run]) -> str:
-    """Return one JSON object per line, for other programs."""
-    return "\n".join(files.to_json(describe(run)) for run in runs)
-
-
 def format_table(runs: Sequence[Run]) -> str:
     """Return a table with a line per run, whose columns are fields of `describe`, and a note about them."""
     rows = [[printable(run.name), *map(_cell, itemgetter(*COLUMNS)(describe(run)))] for run in runs]

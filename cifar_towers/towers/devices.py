@@ -41,7 +41,6 @@ def make_towers(
     num_towers: int = 0,
     *,
     soft_placement: bool | None = True,
-    gpu_memory_limit_mb: int = 0,
     multi_worker: bool = False,
 ) -> list[Tower]:
     """Configure and initialize TensorFlow's devices for `num_towers` towers, and return the towers.
@@ -53,8 +52,6 @@ def make_towers(
         fewer devices.
       soft_placement: let logical devices stand in for missing GPUs, and let TensorFlow move an operation that has no
         kernel for its device. If false, either is an error. None: as it is, by default true.
-      gpu_memory_limit_mb: limit for each GPU, in MB; 0 for none. Towers that share a GPU without a limit get nine
-        tenths of the memory that `nvidia-smi` reports as free.
       multi_worker: configure the devices of one worker of a cluster, whose CPU is a single tower, and leave their
         initialization to `tf.distribute.MultiWorkerMirroredStrategy`.
 
@@ -73,7 +70,7 @@ def make_towers(
         if soft_placement is not None:
             tf.config.set_soft_device_placement(soft_placement)
         if gpus:
-            _divide_gpus(gpus, needed, gpu_memory_limit_mb)
+            _divide_gpus(gpus, needed)
         else:
             _set_threads(needed)
             cpu = tf.config.list_physical_devices("CPU")[0]
@@ -106,15 +103,18 @@ def _set_threads(cpu_towers: int) -> None:
     tf.config.threading.set_intra_op_parallelism_threads(max(1, cores // cpu_towers))
 
 
-def _divide_gpus(gpus: Sequence[tf.config.PhysicalDevice], num_towers: int, limit_mb: int) -> None:
-    """Make each GPU one logical device per tower on it, and hide the GPUs without a tower."""
+def _divide_gpus(gpus: Sequence[tf.config.PhysicalDevice], num_towers: int) -> None:
+    """Make each GPU one logical device per tower on it, and hide the GPUs without a tower.
+
+    Towers that share a GPU get nine tenths of the memory that `nvidia-smi` reports as free.
+    """
     used = gpus[:num_towers]
     tf.config.set_visible_devices(used, "GPU")
     gpu_of_tower = [tower * len(used) // num_towers for tower in range(num_towers)]  # neighbors share
     for index, gpu in enumerate(used):
-        if limit_mb or num_towers > len(used):
+        if num_towers > len(used):
             shares = gpu_of_tower.count(index)
-            share = tf.config.LogicalDeviceConfiguration((limit_mb or _gpu_memory_mb(index)) // shares)
+            share = tf.config.LogicalDeviceConfiguration(_gpu_memory_mb(index) // shares)
             tf.config.set_logical_device_configuration(gpu, [share] * shares)
         elif not tf.config.get_logical_device_configuration(gpu):  # a divided GPU does not grow
             tf.config.experimental.set_memory_growth(gpu, True)

@@ -57,8 +57,10 @@ def setup_devices(
     fitting, why = config.default_num_towers(num_devices)
     strategy, num_towers = None, 0
     if cluster:
-        options = _device_options(config)
-        strategy, towers = make_multi_worker_strategy(cluster.addresses, cluster.index, config.num_gpus, **options)
+        _make_deterministic(config)
+        strategy, towers = make_multi_worker_strategy(
+            cluster.addresses, cluster.index, config.num_gpus, config.soft_placement
+        )
     else:
         if not config.num_gpus and fitting < num_devices:
             log.info(f"{fitting} of {num_devices} towers: {why}")
@@ -74,17 +76,16 @@ def setup_towers(config: DeviceConfig, num_towers: int = 0) -> list[Tower]:
     Raises:
       UsageError: this machine cannot have them.
     """
+    _make_deterministic(config)
     try:
-        return make_towers(num_towers or config.num_gpus, **_device_options(config))
+        return make_towers(num_towers or config.num_gpus, soft_placement=config.soft_placement)
     except (ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from error
 
 
-def _device_options(config: DeviceConfig) -> dict[str, Any]:
-    """Make TensorFlow deterministic if the config asks for it; return the options of `make_towers`."""
+def _make_deterministic(config: DeviceConfig) -> None:
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
-    return {"soft_placement": config.soft_placement, "gpu_memory_limit_mb": config.gpu_memory_limit_mb}
 
 
 def make_batches(config: TrainConfig, train: Split, rows: tuple[int, int] | None = None) -> Batches:
@@ -93,9 +94,19 @@ def make_batches(config: TrainConfig, train: Split, rows: tuple[int, int] | None
 
 
 def make_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
-    """Return the augmentation of a run, except a function of the user's, which `make_training` adds."""
+    """Return the augmentation of a run, without a function of the user's."""
     settings = {name: getattr(config, name) for name in Augmentation._fields if name not in ("mean", "std", "own")}
     return Augmentation(**settings, mean=info.mean, std=info.std)
+
+
+def make_own_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
+    """Return the augmentation of a run's training images, with a function of the user's if there is one."""
+    augmentation = make_augmentation(config, info)
+    if not config.augment:
+        return augmentation
+    image_size, num_classes = config.crop or info.image_size, len(info.class_names)
+    may_mix = not config.hard_example_pool
+    return augmentation._replace(own=load_augmentation(config.augment, image_size, num_classes, may_mix))
 
 
 def make_example_loss(config: TrainConfig, num_classes: int) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
@@ -178,11 +189,8 @@ def make_training(
       UsageError: the machine or the model does not allow this.
     """
     make_state_fn = functools.partial(make_state, config, precision, train, length)
-    num_classes, augmentation = len(train.info.class_names), make_augmentation(config, train.info)
-    image_size = config.crop or train.info.image_size
-    if config.augment:
-        own = load_augmentation(config.augment, image_size, num_classes, may_mix=not config.hard_example_pool)
-        augmentation = augmentation._replace(own=own)
+    augmentation = make_own_augmentation(config, train.info)
+    image_size, num_classes = config.crop or train.info.image_size, len(train.info.class_names)
     parts = config.micro_batches
     if config.strategy == "mirrored":
         strategy = make_strategy(towers)

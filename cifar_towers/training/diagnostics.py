@@ -12,7 +12,7 @@ from cifar_towers.models import layers
 from cifar_towers.towers import Tower
 from cifar_towers.towers.keras_parallel import first_call, variable_values
 from cifar_towers.training.state import TrainState
-from cifar_towers.training.step import PROXY, FinishedStep, StepMetrics
+from cifar_towers.training.step import PROXY, FinishedStep, StepMetrics, gather_rows
 
 NUM_EXAMPLES = 64  # whose activations are measured
 NUM_IMAGES = 16  # of these, that are shown
@@ -50,11 +50,13 @@ def make_diagnose_fn(
 
     def diagnose(finished: FinishedStep) -> StepDiagnostics:
         batch, metrics = finished.batch, finished.metrics
+        if metrics.hard_examples is not None:
+            batch = gather_rows(batch, metrics.hard_examples)
         start = len(batch.labels) * (len(towers) - 1) // len(towers)
         first = tf.nest.map_structure(lambda tensor: tensor[start : start + NUM_EXAMPLES], batch)
         values: Sequence = []
         with tf.device(towers[-1].device):
-            images = augmentation.augment(first.images, first.draws, finished.image_size)
+            images, _ = augmentation.augment_with_labels(first.images, first.labels, first.draws, finished.image_size)
             if activations_of:
                 values, _ = activations_of.stateless_call(*variable_values(activations_of), images, training=True)
         names = [variable.path for variable in model.trainable_variables]

@@ -31,12 +31,12 @@ def make_strategy(towers: Sequence[Tower]) -> tf.distribute.MirroredStrategy:
 
 
 def make_multi_worker_strategy(
-    addresses: Sequence[str], index: int, num_gpus: int = 0, **device_options
+    addresses: Sequence[str], index: int, num_gpus: int = 0, soft_placement: bool = True
 ) -> tuple[tf.distribute.MultiWorkerMirroredStrategy, list[Tower]]:
     """Return a strategy that joins W processes, and the towers of all, in the order of the workers.
 
     The call waits for all workers, at [W] `addresses` as host:port. Each worker opens a port without authentication, on
-    every interface of its machine. `num_gpus` and `device_options` are those of `make_towers`.
+    every interface of its machine. `num_gpus` and `soft_placement` are those of `make_towers`.
 
     Raises:
       UsageError: more towers than TensorFlow lets a worker have, or GPUs that are not there.
@@ -45,9 +45,9 @@ def make_multi_worker_strategy(
     if num_gpus > max(gpus, 1):
         have = f"{gpus} GPUs" if gpus else "no GPU, and a worker's CPU is one tower"
         raise UsageError(f"num_gpus={num_gpus}: this worker has {have}; start more workers instead")
-    if not gpus and num_gpus and not device_options.get("soft_placement", True):
+    if not gpus and num_gpus and not soft_placement:
         raise UsageError(f"num_gpus={num_gpus} asks for GPUs, and this worker has none; leave it")
-    make_towers(num_gpus, multi_worker=True, **device_options)
+    make_towers(num_gpus, multi_worker=True, soft_placement=soft_placement)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(
         tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec({"worker": list(addresses)}), task_type="worker", task_id=index, rpc_layer="grpc"

@@ -11,7 +11,9 @@ pytestmark = pytest.mark.browser
 @pytest.fixture(scope="module")
 def address(run, tmp_path_factory):
     """Return the address of the page about a run."""
-    return report.write(read_runs([run]), tmp_path_factory.mktemp("report") / "report.html").as_uri()
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    path.write_text(report.render(read_runs([run])))
+    return path.as_uri()
 
 
 @pytest.mark.parametrize("width", [1300, 420])

@@ -14,7 +14,7 @@ from cifar_towers.checkpointing import run_directory
 from cifar_towers.checkpointing.checkpoint import checkpoint_path, list_checkpoints, write_checkpoint
 from cifar_towers.checkpointing.run_directory import RunDirectory, open_run
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.train_config import recipe_fields
+from cifar_towers.config.train_config import code_digests, recipe_fields
 from cifar_towers.errors import DataError, UsageError
 from tests.messages import lines_with
 
@@ -30,7 +30,7 @@ def save(config, step, **changes):
     """Write a checkpoint of a run with this config."""
     config.directory.mkdir(exist_ok=True)
     path = checkpoint_path(config.directory, step)
-    metadata = {"step": step, "recipe": recipe_fields(config), "steps_per_epoch": 10, "failed_saves": 1}
+    metadata = {"step": step, "recipe": recipe_fields(config), "steps_per_epoch": 10, "failed_saves": 1, "facts": {}}
     write_checkpoint(path, VALUES, metadata | changes)
     return path
 
@@ -162,6 +162,19 @@ def test_a_finished_run_has_a_result(config, step, result_step, settings, is_fin
     with open_run(dataclasses.replace(config, **settings)) as run:
         assert run.stored_result("cifar10") == (result if is_finished else None)
         assert run.stored_result("synthetic") is None
+
+
+def test_a_finished_run_has_no_result_of_code_that_was_edited_since(config, tmp_path):
+    path = tmp_path / "losses.py"
+    path.write_text("def mine(labels, logits):\n    return labels\n")
+    config = dataclasses.replace(config, loss=f"{path}:mine", label_smoothing=0.0)
+    save(config, 20, facts={f"code of {setting}": digest for setting, digest in code_digests(config).items()})
+    result = {"step": 20, "reached": 0.0, "dataset": "cifar10"}
+    files.write_json(config.directory / files.RESULT, result)
+    for expected in (result, None):
+        with open_run(config) as run:
+            assert run.stored_result("cifar10") == expected
+        path.write_text("def mine(labels, logits):\n    return logits\n")
 
 
 def test_overwrite_removes_what_a_run_wrote_and_nothing_else(config):

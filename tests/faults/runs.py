@@ -70,7 +70,7 @@ class Run(Child):
     @property
     def weights(self) -> str:
         """SHA-256 of the final weights; empty if there are none."""
-        return files.read_json_if_any(self.directory / files.RESULT).get("weights_sha256", "")
+        return files.read_json(self.directory / files.RESULT).get("weights_sha256", "")
 
     def check_resumed(self, saved: int) -> None:
         """End the trial as failed if this run resumed from an older step than the saved one."""

@@ -119,6 +119,7 @@ def test_predictions_are_those_of_the_model_with_averaged_weights(run, here, cap
         (lambda run: evaluated("empty"), UsageError, "config.json"),
         (lambda run: evaluated("unsaved"), UsageError, "unsaved"),
         (lambda run: evaluated("whole", weights="ema"), UsageError, "--weights=raw"),
+        (lambda run: evaluated(run, model="resnet20"), UsageError, "another model"),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name(run, here, use, error, named):

@@ -138,6 +138,7 @@ def test_models_that_towers_can_train(make):
         (cut_off, {}, "stopped/kernel, stopped/bias; set trainable=False"),
         (of_levels, {}, "integers"),
         (lambda: net(L.Conv2D(2, 3, dtype="bfloat16", name="narrow")), {}, "narrow/kernel"),
+        (lambda: net(L.Conv2D(2, 3, dtype="bfloat16", name="frozen", trainable=False)), {}, "frozen/kernel"),
         (with_two_of_a_name, {}, "same/kernel"),
         (lambda: net(L.SpectralNormalization(L.Conv2D(2, 3))), {}, "kernel"),
         (Trained, {}, "train_step"),

@@ -2,23 +2,15 @@
 
 import shutil
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
-import tensorflow as tf
 
-from cifar_towers import trainer
+from cifar_towers.config.programs import TrainedRunConfig
 from cifar_towers.errors import DataError, UsageError
+from cifar_towers.inference.predict import TrainedModel
 from tests.runs.short_runs import QUICK, TINY, run
 
 NETS = Path(__file__).parents[1] / "nets.py"
-
-
-def test_too_little_memory_is_explained(tmp_path, monkeypatch):
-    error = tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor\nwith shape [1024,64]")
-    monkeypatch.setattr(trainer, "train_from", Mock(side_effect=error))
-    with pytest.raises(UsageError, match=r"\[1024,64\].*--micro_batches=4 and --overwrite"):
-        run(TINY, tmp_path / "run", micro_batches=2)
 
 
 def test_images_that_do_not_reach_the_size_of_the_evaluation_are_refused(tmp_path):
@@ -27,13 +19,17 @@ def test_images_that_do_not_reach_the_size_of_the_evaluation_are_refused(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_checkpoint_of_another_net_is_refused(tmp_path):
-    """The function has the same name, and makes another net than before."""
+def test_a_checkpoint_of_another_net_is_refused(tmp_path, caplog):
+    """The function has the same name, and makes another net than before. Code that may do so is named."""
     file = Path(shutil.copy(NETS, tmp_path))
     run(TINY, tmp_path / "run", model=f"{file}:tiny", max_steps=1)
     file.write_text(NETS.read_text().replace("Conv2D(8, 3", "Conv2D(4, 3"))
     with pytest.raises(UsageError, match="conv2d.kernel .* --train_dir"):
         run(TINY, tmp_path / "run", model=f"{file}:tiny", max_steps=2)
+    for content, warns in ((NETS.read_text(), False), (NETS.read_text() + "# edited", True)):
+        file.write_text(content)
+        TrainedModel(TrainedRunConfig(train_dir=str(tmp_path / "run"), model=f"{file}:tiny"))
+        assert ("other code" in caplog.text) == warns
 
 
 def test_images_that_have_changed_are_refused(tmp_path, small_folder):

@@ -21,7 +21,7 @@ def test_towers_without_a_gpu_of_their_own_are_logged(monkeypatch, caplog, tower
     caplog.set_level("INFO")
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [SimpleNamespace()] * gpus)
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [SimpleNamespace()] * 8)
-    monkeypatch.setattr(devices, "_divide_gpus", lambda gpus, num_towers, limit_mb: None)
+    monkeypatch.setattr(devices, "_divide_gpus", lambda gpus, num_towers: None)
     make_towers(towers)
     assert mentions in caplog.text and bool(mentions) == bool(caplog.text)
 
@@ -97,20 +97,19 @@ def configured(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("towers", "limit_mb", "divided", "visible", "expected"),
+    ("towers", "divided", "visible", "expected"),
     [
-        (2, 0, None, ("GPU a", "GPU b"), [("GPU a", True), ("GPU b", True)]),
-        (1, 0, None, ("GPU a",), [("GPU a", True)]),
-        (1, 0, ["a logical GPU"], ("GPU a",), []),  # TensorFlow refuses growth, as in a notebook that had four towers
-        (3, 0, None, ("GPU a", "GPU b"), [("GPU a", [4500, 4500]), ("GPU b", [9000])]),
-        (4, 6000, None, ("GPU a", "GPU b"), [("GPU a", [3000, 3000]), ("GPU b", [3000, 3000])]),
+        (2, None, ("GPU a", "GPU b"), [("GPU a", True), ("GPU b", True)]),
+        (1, None, ("GPU a",), [("GPU a", True)]),
+        (1, ["a logical GPU"], ("GPU a",), []),  # TensorFlow refuses growth, as in a notebook that had four towers
+        (3, None, ("GPU a", "GPU b"), [("GPU a", [4500, 4500]), ("GPU b", [9000])]),
     ],
-    ids=["memory growth", "unused GPUs are invisible", "divided already", "shared equally", "limit of each GPU"],
+    ids=["memory growth", "unused GPUs are invisible", "divided already", "shared equally"],
 )
-def test_gpu_memory(configured, monkeypatch, towers, limit_mb, divided, visible, expected):
+def test_gpu_memory(configured, monkeypatch, towers, divided, visible, expected):
     monkeypatch.setattr(devices, "_gpu_memory_mb", lambda index: 9000)
     monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda gpu: divided)
-    devices._divide_gpus(["GPU a", "GPU b"], towers, limit_mb)
+    devices._divide_gpus(["GPU a", "GPU b"], towers)
     assert configured == [("visible", visible), *expected]
 
 

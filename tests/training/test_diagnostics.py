@@ -18,7 +18,7 @@ SETTINGS = {"model": "cifarnet", "crop": 24, "shift": 0, "standardize": "image",
 def make_run(towers, examples, **settings):
     """Return a run, and the function that computes its diagnostics."""
     run = Run(towers, examples, TrainConfig(**SETTINGS | settings))
-    augmentation = build.make_augmentation(run.config, CIFAR10)
+    augmentation = build.make_own_augmentation(run.config, CIFAR10)
     return run, augmentation, diagnostics.make_diagnose_fn(run.state.model, augmentation, run.step_towers)
 
 
@@ -66,6 +66,19 @@ def test_gradients_and_images_are_those_of_their_step(towers, examples, count, s
     images = augmentation.augment(shards[-1].images, shards[-1].draws).numpy()  # the final tower's
     np.testing.assert_allclose(found.images, images[: len(found.images)], atol=1e-5)
     np.testing.assert_array_equal(found.labels, shards[-1].labels[: len(found.labels)])
+
+
+def test_images_are_those_that_the_model_saw(towers, examples, tmp_path):
+    """The hardest of the pool, after a function of the user's."""
+    (tmp_path / "own.py").write_text("def invert(images, draws):\n    return -images\n")
+    settings = {"augment": f"{tmp_path}/own.py:invert", "hard_example_pool": 32, "batch_size": 8}
+    run, augmentation, diagnose = make_run(towers(1), examples, **settings)
+    batch = run.batches.at(0)
+    metrics = run.step(0, batch)
+    found = diagnose(FinishedStep(1, batch, {}, 32, metrics))
+    images = -augmentation.augment(batch.images, batch.draws).numpy()[metrics.hard_examples]
+    np.testing.assert_allclose(found.images, images, atol=1e-5)
+    np.testing.assert_array_equal(found.labels, batch.labels.numpy()[metrics.hard_examples])
 
 
 def test_nonlinear_layers_are_measured_also_of_a_reused_backbone(towers, examples):

@@ -62,12 +62,3 @@ def test_a_deterministic_run_in_two_parts_has_the_same_bits(tmp_path, small_fold
         )
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "parts")]
     assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
-
-
-@pytest.mark.needs_gpu
-def test_a_step_too_large_for_the_memory_is_one_line(tmp_path, small_folder):
-    flags = ["--model=resnet56", "--batch_size=160", "--num_gpus=1", "--gpu_memory_limit_mb=64", "--max_steps=2"]
-    command = [*COMMAND, "train", *flags, f"--dataset={small_folder}", f"--train_dir={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "the memory is too small for a step" in done.stderr, done.stderr
-    assert "--micro_batches=2" in done.stderr and "Traceback" not in done.stderr
