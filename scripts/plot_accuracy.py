@@ -1,0 +1,47 @@
+#!/usr/bin/env python3
+"""Draw the test accuracy of runs over their minutes of training, as in README.
+
+  plot_accuracy.py runs/speed93-seed0 runs/speed94-seed0 --out=docs/accuracy.png
+
+A run is evaluated along the way by --eval_every_epochs. Evaluations take no part of the minutes.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cifar_towers.inference.runs import read_runs
+
+
+def main() -> None:
+    """Write the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="directories of runs")
+    parser.add_argument("--out", default="accuracy.png", help="picture; default: %(default)s")
+    args = parser.parse_args()
+    figure = Figure((8, 4.2), layout="constrained")
+    axes = figure.subplots()
+    machines: dict[str, None] = {}
+    for run in read_runs(args.runs):
+        best = run.reported_score
+        plain = [r for r in run.evaluations if not r["tta"] and r["weights"] == best["weights"]]
+        minutes = [record["training_seconds"] / 60 for record in plain]
+        (line,) = axes.plot(minutes, [100 * record["accuracy"] for record in plain], marker="o", label=run.title)
+        if best["tta"]:
+            axes.plot(minutes[-1], 100 * best["accuracy"], marker="*", markersize=13, color=line.get_color())
+            axes.annotate(f"{100 * best['accuracy']:.2f} %", (minutes[-1], 100 * best["accuracy"] + 0.5), ha="center")
+        machine = "{processor}, {cores} cores, {precision}".format_map(run.environment)
+        machines[machine] = None
+    axes.set(xlabel="minutes of training", ylabel="test accuracy, %", ylim=(70, 97))
+    axes.set_title(f"{'; '.join(machines)}\nlines: without test-time augmentation; stars: with it", fontsize=9)
+    axes.grid(alpha=0.4)
+    axes.legend(loc="lower right")
+    figure.savefig(args.out, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
