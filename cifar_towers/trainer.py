@@ -148,7 +148,7 @@ def finish(step: int, saved: bool, run: "Training") -> dict:
     run.workers.assert_equal({"weights, as sha256,": weights_sha256})
     result = {
         "step": step,
-        "reached": run.reached,
+        "reached": run.reached or None,
         "dataset": run.setup.dataset.name,
         **run.timer.summary(),
         "weights_sha256": weights_sha256,

@@ -8,12 +8,14 @@ A run is evaluated along the way by --eval_every_epochs. Evaluations take no par
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from cifar_towers.inference.run import Run
 from cifar_towers.inference.runs import read_runs
 
 
@@ -23,10 +25,14 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="directories of runs")
     parser.add_argument("--out", default="accuracy.png", help="picture; default: %(default)s")
     args = parser.parse_args()
+    draw(read_runs(args.runs)).savefig(args.out, dpi=110)
+
+
+def draw(runs: Sequence[Run]) -> Figure:
+    """Draw the reported weights of each finished run: a line without test-time augmentation, a star with it."""
     figure = Figure((8, 4.2), layout="constrained")
     axes = figure.subplots()
-    machines: dict[str, None] = {}
-    for run in read_runs(args.runs):
+    for run in runs:
         best = run.reported_score
         plain = [r for r in run.evaluations if not r["tta"] and r["weights"] == best["weights"]]
         minutes = [record["training_seconds"] / 60 for record in plain]
@@ -34,13 +40,12 @@ def main() -> None:
         if best["tta"]:
             axes.plot(minutes[-1], 100 * best["accuracy"], marker="*", markersize=13, color=line.get_color())
             axes.annotate(f"{100 * best['accuracy']:.2f} %", (minutes[-1], 100 * best["accuracy"] + 0.5), ha="center")
-        machine = "{processor}, {cores} cores, {precision}".format_map(run.environment)
-        machines[machine] = None
+    machines = {"{processor}, {cores} cores, {precision}".format_map(run.environment) for run in runs}
+    axes.set_title(f"{'; '.join(sorted(machines))}\nlines: without test-time augmentation; stars: with it", fontsize=9)
     axes.set(xlabel="minutes of training", ylabel="test accuracy, %", ylim=(70, 97))
-    axes.set_title(f"{'; '.join(machines)}\nlines: without test-time augmentation; stars: with it", fontsize=9)
     axes.grid(alpha=0.4)
     axes.legend(loc="lower right")
-    figure.savefig(args.out, dpi=110)
+    return figure
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class RunDirectory:
         if not code.items() <= metadata["facts"].items():  # a function of the user's was edited since
             return None
         at_end = metadata["step"] >= self._config.run_length(metadata["steps_per_epoch"]).last
-        at_target = 0 < self._config.target_accuracy <= result["reached"]
+        at_target = 0 < self._config.target_accuracy <= (result["reached"] or 0)
         return result if result["step"] == metadata["step"] and (at_end or at_target) else None
 
     def clear(self) -> None:

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from cifar_towers.towers.collectives import unsynchronized
@@ -34,8 +35,10 @@ def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **t
       The structure that `fn` returns, with tensors [B, ...].
 
     Raises:
-      ValueError: there are no towers, or an output has not one row for each example of the shard.
+      ValueError: there are no towers, `fn` is a Keras model, or an output has not one row for each example.
     """
+    if isinstance(fn, keras.Model):
+        raise ValueError("fn is a Keras model; write make_parallel_model(fn, num_towers)")
     tensors = tf.nest.map_structure(tf.convert_to_tensor, tensors)
     outputs, sizes = run_on_any_batch(
         lambda tower, shard: check_outputs(fn(**shard), shard, tower), as_towers(num_towers), tensors

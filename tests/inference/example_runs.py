@@ -22,12 +22,15 @@ def make_run(directory, recipe="speed94", seed=0, *, towers=2, finished=True, la
         if step % 2 == 0 or is_last:
             kinds = [(weights, tta) for weights in ("raw", "ema")[: 1 + ema] for tta in (0, 2)[: 1 + is_last]]
             evaluations = [_evaluation(step, weights, tta, final) for weights, tta in kinds]
-            records += [{"kind": "eval", "step": step, "epoch": step, **evaluation} for evaluation in evaluations]
+            records += [
+                {"kind": "eval", "step": step, "epoch": step, "training_seconds": 60 * step, **evaluation}
+                for evaluation in evaluations
+            ]
     config = {"recipe": recipe, "model": "net", "seed": seed, "batch_size": 1536, "train_dir": str(directory)}
     (directory / "config.json").write_text(json.dumps(config | settings))
     environment = {
         "command": ["cifar-towers", "train", f"--seed={seed}", "--data_dir=/a b"], "packages": {"numpy": "2.4.6"},
-        "git_revision": f"abc123{seed}", "towers": towers * [{"device": "/CPU:0"}], "precision": "bfloat16",
+        "git_revision": f"abc123{seed}", "towers": towers * [{"device": "/CPU:0"}], "precision": "bfloat16", "processor": "Abacus", "cores": 2,
         "data_sha256": {"train": "c50e2d9aebe4fd88", "test": "4b43d2e153a74d46"}, "class_names": CLASSES,
     }  # fmt: skip
     (directory / "environment.json").write_text(json.dumps(environment))

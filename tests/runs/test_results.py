@@ -101,7 +101,7 @@ def test_the_target_is_for_the_weights_that_the_run_reports(tmp_path, monkeypatc
     result = run(TINY, tmp_path, target_accuracy=0.94, **settings)
     kinds = [(each["split"], each["weights"], each["tta"]) for each in result["evaluations"]]
     assert kinds[:3] == [("validation", "raw", 0), ("validation", "ema", 0), ("validation", "ema", 2)]
-    assert {split for split, *_ in kinds[3:]} == {"test"} and result["reached"] == 0
+    assert {split for split, *_ in kinds[3:]} == {"test"} and result["reached"] is None
 
 
 def test_an_indivisible_batch_uses_fewer_towers(caplog):
@@ -140,7 +140,7 @@ def test_seeds_are_summarized_without_those_that_diverge(tmp_path, monkeypatch, 
             raise DivergedError("step 6")
         accuracy = accuracies[config.seed]
         evaluation = {"split": "test", "weights": "ema", "tta": 0, "accuracy": accuracy}
-        reached = accuracy if accuracy >= config.target_accuracy else 0.0
+        reached = accuracy if accuracy >= config.target_accuracy else None
         return {"reached": reached, "seconds": {"train": seconds[config.seed]}, "evaluations": [evaluation]}
 
     monkeypatch.setattr(trainer, "train", train)

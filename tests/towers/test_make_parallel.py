@@ -96,6 +96,11 @@ def test_tensors_of_different_lengths_are_refused(towers):
         add(tf.ones(4), tf.ones(3))
 
 
+def test_a_keras_model_is_for_the_other_function(towers):
+    with pytest.raises(ValueError, match="make_parallel_model"):
+        make_parallel(mlp(), towers(2), x=numbers(6, 8))
+
+
 @pytest.mark.parametrize("num_towers", [0, -1, []])
 def test_no_towers_are_refused(num_towers):
     with pytest.raises(ValueError, match="towers"):
