@@ -30,7 +30,8 @@ def make_run(directory, recipe="speed94", seed=0, *, towers=2, finished=True, la
     (directory / "config.json").write_text(json.dumps(config | settings))
     environment = {
         "command": ["cifar-towers", "train", f"--seed={seed}", "--data_dir=/a b"], "packages": {"numpy": "2.4.6"},
-        "git_revision": f"abc123{seed}", "towers": towers * [{"device": "/CPU:0"}], "precision": "bfloat16", "processor": "Abacus", "cores": 2,
+        "git_revision": f"abc123{seed}", "towers": towers * [{"device": "/CPU:0"}], "precision": "bfloat16",
+        "processor": "Abacus", "cores": 2,
         "data_sha256": {"train": "c50e2d9aebe4fd88", "test": "4b43d2e153a74d46"}, "class_names": CLASSES,
     }  # fmt: skip
     (directory / "environment.json").write_text(json.dumps(environment))
