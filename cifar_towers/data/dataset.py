@@ -80,13 +80,6 @@ class Dataset(NamedTuple):
         return [name for name in SPLITS if digests.get(name) != metadata.get(f"{name}_sha256")]
 
 
-def split_validation(train: Split, count: int) -> tuple[Split, Split]:
-    """Return (training, validation); the `count` examples held out are the same in every run."""
-    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(train.labels))
-    rest, held_out = np.split(order, [max(0, len(order) - count)])
-    return (train.take(np.sort(rest)) if count else train), train.take(np.sort(held_out))
-
-
 def moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation per channel of [n, H, W, 3] uint8 images; a deviation of 0 becomes 1."""
     levels, counts = np.arange(256), np.zeros([3, 256])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cifar_towers.data import cifar10, image_files, own_data, synthetic, tfds_source
-from cifar_towers.data.dataset import CIFAR10, SPLITS, Dataset, Split, split_validation
+from cifar_towers.data.dataset import CIFAR10, SPLITS, Dataset, Split
 from cifar_towers.errors import UsageError, listed, printable
 from cifar_towers.registry import check_dataset, split_path
 
@@ -79,6 +79,13 @@ def load(source: Source, validation_examples: int = 0, image_size: int = CIFAR10
                 f"validation_examples={validation_examples} leaves a class without images to train on; give fewer"
             )
     return Dataset(source.name, train, validation, splits["test"])
+
+
+def split_validation(train: Split, count: int) -> tuple[Split, Split]:
+    """Return (training, validation); the `count` examples held out are the same in every run."""
+    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(train.labels))
+    rest, held_out = np.split(order, [max(0, len(order) - count)])
+    return (train.take(np.sort(rest)) if count else train), train.take(np.sort(held_out))
 
 
 def load_split(

@@ -104,10 +104,7 @@ def _set_threads(cpu_towers: int) -> None:
 
 
 def _divide_gpus(gpus: Sequence[tf.config.PhysicalDevice], num_towers: int) -> None:
-    """Make each GPU one logical device per tower on it, and hide the GPUs without a tower.
-
-    Towers that share a GPU get nine tenths of the memory that `nvidia-smi` reports as free.
-    """
+    """Make each GPU one logical device per tower on it, and hide the GPUs without a tower."""
     used = gpus[:num_towers]
     tf.config.set_visible_devices(used, "GPU")
     gpu_of_tower = [tower * len(used) // num_towers for tower in range(num_towers)]  # neighbors share

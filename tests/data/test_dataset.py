@@ -5,6 +5,7 @@ import pytest
 
 from cifar_towers.data import dataset, synthetic
 from cifar_towers.data.dataset import moments
+from cifar_towers.data.sources import split_validation
 
 
 @pytest.mark.parametrize("at_once", [1, 4])
@@ -19,17 +20,17 @@ def test_moments_by_hand(monkeypatch, at_once):
 
 def test_validation_split_is_disjoint_and_reproducible():
     train = synthetic.make(300, 0, 0)
-    rest, held_out = dataset.split_validation(train, 100)
+    rest, held_out = split_validation(train, 100)
     assert (len(rest.labels), len(held_out.labels)) == (200, 100)
     both = np.concatenate([rest.images, held_out.images]).reshape(300, -1)
     assert len(np.unique(both, axis=0)) == 300
-    assert dataset.split_validation(train, 100)[1].digest == held_out.digest
-    assert dataset.split_validation(train, 0)[0] is train
+    assert split_validation(train, 100)[1].digest == held_out.digest
+    assert split_validation(train, 0)[0] is train
 
 
 def test_changed_splits_are_found_by_a_checkpoints_digests():
     train, test, other = (synthetic.make(20, 0, stream) for stream in range(3))
-    data = dataset.Dataset("some", *dataset.split_validation(train, 5), test)
+    data = dataset.Dataset("some", *split_validation(train, 5), test)
     metadata = {f"{name}_sha256": digest for name, digest in data.digests().items()}
     assert metadata.keys() == {"train_sha256", "validation_sha256", "test_sha256"} and not data.changed_splits(metadata)
     assert data._replace(test=other).changed_splits(metadata) == ["test"]

@@ -16,7 +16,7 @@ from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EvaluateConfig, PredictConfig, TrainedRunConfig
 from cifar_towers.data import sources, synthetic
-from cifar_towers.data.dataset import split_validation
+from cifar_towers.data.sources import split_validation
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.inference import predict
 from cifar_towers.inference.evaluate import evaluate_checkpoint
