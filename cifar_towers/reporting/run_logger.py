@@ -196,6 +196,8 @@ class RunLogger:
         updated = [metrics for metrics in self._epoch if metrics.updated] or self._epoch
         loss, accuracy = (float(np.mean([getattr(m, name) for m in updated])) for name in ("loss", "accuracy"))
         self.progress.epoch(self._status(step, loss, accuracy, next(iter(rates.values()))))
+        if len(self._epoch) <= (step - 1) % self.length.steps_per_epoch:
+            self.log(f"  mean of {count(len(self._epoch), 'step')}, since the resume")
         for score in scores:
             self.log(f"  {describe_score(score)}")
         self._epoch, self.saved_step = [], 0

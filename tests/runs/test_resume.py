@@ -82,8 +82,10 @@ def by_damage(directory):
 def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(tmp_path, tiny_run, capsys, stop):
     saved, _ = stop(tmp_path), capsys.readouterr()
     run(TWO_TOWERS, tmp_path)
-    (line,) = lines_with(capsys.readouterr().out, "resuming", f"step {saved}")
+    output = capsys.readouterr().out
+    (line,) = lines_with(output, "resuming", f"step {saved}")
     assert "->" not in line  # nothing has changed
+    assert lines_with(output, f"mean of {10 - saved % 10} step")  # of the epoch
     same, differences = compare_runs(tiny_run[0], tmp_path)
     assert same, differences
     assert [record["step"] for record in records_of(tmp_path, "train")] == list(range(1, 21))
