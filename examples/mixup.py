@@ -1,4 +1,4 @@
-"""Mixup of neighbors in the batch (H. Zhang et al., arXiv 1710.09412). The shards must be even.
+"""Mixup of neighbors in the batch (H. Zhang et al., arXiv 1710.09412). Each tower needs an even number of images.
 
 cifar-towers train --recipe=speed94 --augment=examples/mixup.py:mixup
 """

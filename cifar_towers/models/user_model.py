@@ -64,11 +64,8 @@ def check_model(model: Functional, image_size: int, num_classes: int, synchroniz
     paths = [variable.path for variable in model.variables]
     if duplicate := next((path for path in paths if paths.count(path) > 1), ""):
         raise UsageError(f"--model has two variables called {duplicate}; give the layers different names")
-    dtypes = {
-        variable.path: tf.as_dtype(variable.dtype)
-        for variable in [*model.trainable_variables, *model.non_trainable_variables]
-    }
-    if narrow := [path for path, dtype in dtypes.items() if dtype.is_floating and dtype.size < 4]:
+    variables = [*model.trainable_variables, *model.non_trainable_variables]
+    if narrow := [variable.path for variable in variables if "float16" in variable.dtype]:
         raise UsageError(f"--model rounds {narrow[0]} to 16 bits; leave out the layer's dtype")
     if not tf.as_dtype(model.inputs[0].dtype).is_floating:
         raise UsageError("--model takes integers, and images come normalized, as floats; leave out the Input's dtype")
