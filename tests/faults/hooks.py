@@ -22,7 +22,7 @@ PARTS = {  # of a run: the owner and name of a function
     "loading": (sources, "load"),
     "loop": (trainer, "train_from"),
     "averaging": (step, "average_gradients"),  # while a step is traced: for each tower, then for all
-    "update": (trainer.Run, "start_step"),
+    "update": (trainer.Training, "start_step"),
     "step": (StepRunner, "start"),
     "evaluation": (trainer, "score_split"),
     "save": (RunDirectory, "save"),
