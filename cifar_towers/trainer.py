@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers.checkpointing.checkpoint import find_checkpoint, first_nonfinite, read_checkpoint
-from cifar_towers.checkpointing.run_directory import RunDirectory, assign, describe_differences
+from cifar_towers.checkpointing.run_directory import RunDirectory, assign, code_facts, describe_differences
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import code_digests, recipe_fields, shared_settings
 from cifar_towers.data import sources
@@ -181,14 +181,13 @@ class Training:
 
         rows = config.examples_drawn * len(setup.local_towers) // len(setup.towers)
         self.batches = build.make_batches(config, train, rows=(self.workers.index * rows, rows))
+        augmentation = build.make_own_augmentation(config, train.info)
         self.state, train_step = build.make_training(
-            config, setup.towers, setup.precision, train, length, setup.strategy
+            config, setup.towers, setup.precision, train, length, augmentation, setup.strategy
         )
         self.variables = self.state.named_variables()
         self.step_runner = StepRunner(train_step, self.state.optimizer, build.make_image_size_fn(config, length))
-        augmentation = build.make_augmentation(config, train.info)
-        own_augmentation = build.make_own_augmentation(config, train.info)
-        self.diagnose = make_diagnose_fn(self.state.model, own_augmentation, setup.local_towers)
+        self.diagnose = make_diagnose_fn(self.state.model, augmentation, setup.local_towers)
         self.health = Health(self.state, setup.step_towers)
         self.logger = RunLogger(setup, self.state.model, callbacks)
         self.log = self.logger.log
@@ -207,7 +206,7 @@ class Training:
             "towers": len(setup.step_towers),
             "threads": tf.config.threading.get_intra_op_parallelism_threads(),  # 0: as TensorFlow chooses
             "strategy": config.strategy,
-            **{f"code of {setting}": digest for setting, digest in code_digests(config).items()},
+            **code_facts(config),
         }
         self.hooks: list[Callable[[int, Sequence[FinishedStep]], None]] = [
             self.check_and_log,

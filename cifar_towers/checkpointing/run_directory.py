@@ -55,8 +55,7 @@ class RunDirectory:
         if not self.saved or result.get("dataset") != dataset:
             return None
         _, metadata = self.saved
-        code = {f"code of {setting}": digest for setting, digest in code_digests(self._config).items()}
-        if not code.items() <= metadata["facts"].items():  # a function of the user's was edited since
+        if not code_facts(self._config).items() <= metadata["facts"].items():  # a function of the user's was edited
             return None
         at_end = metadata["step"] >= self._config.run_length(metadata["steps_per_epoch"]).last
         at_target = 0 < self._config.target_accuracy <= (result["reached"] or 0)
@@ -186,14 +185,19 @@ def _check_recipe(config: TrainConfig, metadata: Mapping[str, Any]) -> None:
         )
 
 
+def code_facts(config: TrainConfig) -> dict[str, str]:
+    """Return what a checkpoint stores of the code of the user's functions."""
+    return {f"code of {setting}": digest for setting, digest in code_digests(config).items()}
+
+
 def assign(variables: Mapping[str, Any], values: Mapping[str, np.ndarray], directory: Path) -> None:
     """Assign the values of a checkpoint to variables of TensorFlow or Keras, by name.
 
     Raises:
       UsageError: the run in `directory`, which has the checkpoint, is of another model.
     """
-    saved = {name: (value.shape, value.dtype) for name, value in values.items()}
-    wanted = {name: (tuple(v.shape), v.numpy().dtype) for name, v in variables.items()}
+    saved = {name: (value.shape, value.dtype.name) for name, value in values.items()}
+    wanted = {name: (tuple(v.shape), getattr(v.dtype, "name", v.dtype)) for name, v in variables.items()}
     if differing := describe_differences(saved, wanted):
         raise UsageError(f"{directory} is of another model: {listed(differing, 2)}; give another --train_dir")
     for name, variable in variables.items():

@@ -503,7 +503,7 @@ def shared_settings(config: TrainConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names_with(TrainConfig, per_worker=False)}
 
 
-def code_digests(config: TrainConfig) -> dict[str, str]:
+def code_digests(config: TrainConfig, settings: Sequence[str] = ("model", "augment", "loss")) -> dict[str, str]:
     """Return the SHA-256 of the files of the user's functions that decide what is trained, by setting."""
-    paths = {setting: find_source(setting, getattr(config, setting)) for setting in ("model", "augment", "loss")}
+    paths = {setting: find_source(setting, getattr(config, setting)) for setting in settings}
     return {setting: hashlib.sha256(path.read_bytes()).hexdigest() for setting, path in paths.items() if path}

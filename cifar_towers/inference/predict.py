@@ -82,7 +82,7 @@ class TrainedModel:
         }
         of_model = {name: value for name, value in values.items() if name.startswith(prefix)}
         assign(variables, of_model, self.run.directory)
-        if code_digests(self.config).get("model") != self.metadata["facts"].get("code of model"):
+        if code_digests(self.config, ["model"]).get("model") != self.metadata["facts"].get("code of model"):
             log.warning("%s was trained with other code than that of model=%s", self.run.directory, self.config.model)
         self._classify = make_classify_fn(self.model, towers, self.augmentation)
 

@@ -65,7 +65,7 @@ def check_model(model: Functional, image_size: int, num_classes: int, synchroniz
     if duplicate := next((path for path in paths if paths.count(path) > 1), ""):
         raise UsageError(f"--model has two variables called {duplicate}; give the layers different names")
     variables = [*model.trainable_variables, *model.non_trainable_variables]
-    if narrow := [variable.path for variable in variables if "float16" in variable.dtype]:
+    if narrow := [v.path for v in variables if tf.as_dtype(v.dtype).is_floating and tf.as_dtype(v.dtype).size < 4]:
         raise UsageError(f"--model rounds {narrow[0]} to 16 bits; leave out the layer's dtype")
     if not tf.as_dtype(model.inputs[0].dtype).is_floating:
         raise UsageError("--model takes integers, and images come normalized, as floats; leave out the Input's dtype")

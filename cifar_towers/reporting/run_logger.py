@@ -213,10 +213,9 @@ class RunLogger:
     ) -> list[dict]:
         """Write the evaluations after `step`, and return their records. Draw the `final` one that the run reports."""
         records = [evaluation_record(evaluation) for evaluation in evaluations]
-        at = {"step": step, "epoch": step / self.length.steps_per_epoch}
-        at["training_seconds"] = training_seconds(self.timer.seconds)
+        epoch, seconds = step / self.length.steps_per_epoch, training_seconds(self.timer.seconds)
         for record in records:
-            self.metrics.write(kind="eval", **at, **record)
+            self.metrics.write(kind="eval", step=step, epoch=epoch, training_seconds=seconds, **record)
             self.callbacks.evaluation(step, record)
             self.tensorboard.write(EVAL, step, {f"{key}/{score_name(record)}": record[key] for key in EVALUATED})
         self._write_unwritten()

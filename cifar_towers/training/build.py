@@ -178,6 +178,7 @@ def make_training(
     precision: str,
     train: Split,
     length: schedules.RunLength,
+    augmentation: Augmentation,
     strategy: tf.distribute.Strategy | None = None,
 ) -> tuple[TrainState, Update]:
     """Return state and step of a run: shared or mirrored variables, on towers or in pipeline stages.
@@ -189,7 +190,6 @@ def make_training(
       UsageError: the machine or the model does not allow this.
     """
     make_state_fn = functools.partial(make_state, config, precision, train, length)
-    augmentation = make_own_augmentation(config, train.info)
     image_size, num_classes = config.crop or train.info.image_size, len(train.info.class_names)
     parts = config.micro_batches
     if config.strategy == "mirrored":

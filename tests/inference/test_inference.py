@@ -62,6 +62,7 @@ def here(run, tmp_path, monkeypatch):
     Path("unsaved/config.json").write_text("{}")
     copy_of(run, "whole", ema_decay=0.0)
     copy_of(run, "old", goodput=1)
+    copy_of(run, "moved", augment="nowhere.py:own")
 
 
 def copy_of(run, place, **changed):
@@ -158,6 +159,10 @@ def test_evaluation_gives_what_training_stored_and_what_predictions_say(run, spl
     assert record["correct"] == (probabilities.argmax(1) == data.labels).sum()
     low, high = record["interval95"]
     assert 0 < low < record["accuracy"] < high < 1 and not record["changed_data"]
+
+
+def test_a_run_is_used_without_its_augmentation(run, here):
+    assert predicted("moved", TEST.images[:3]).tolist() == predicted(run, TEST.images[:3]).tolist()
 
 
 def test_table_names_the_class_that_errors_go_to(run):

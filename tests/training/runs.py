@@ -14,7 +14,8 @@ class Run:
         self.config, self.towers = config, towers
         self.batches = build.make_batches(config, examples)
         length = RunLength(self.batches.steps_per_epoch, 100, 100)
-        self.state, self.train_step = build.make_training(config, towers, precision, examples, length)
+        augmentation = build.make_own_augmentation(config, examples.info)
+        self.state, self.train_step = build.make_training(config, towers, precision, examples, length, augmentation)
         self.step_towers = towers[: config.num_towers(len(towers))]
 
     def rates(self, step=0, rate=None):
