@@ -41,6 +41,7 @@ class BenchmarkCase(NamedTuple):
     num_gpus: int
     strategy: str  # towers or mirrored
     variable_placement: str  # empty if every device has a copy of the variables
+    jit_compile: bool = False
 
     def __str__(self) -> str:
         return " ".join(as_flags(self._asdict()))
@@ -91,7 +92,7 @@ def run_benchmark(config: BenchmarkConfig, training_command: Sequence[str]) -> N
 
 
 def make_cases(config: BenchmarkConfig, num_gpus: int) -> list[BenchmarkCase]:
-    """Return every variable placement and `mirrored`, for each number of towers.
+    """Return every variable placement and `mirrored`, for each number of towers; on GPUs also compiled by XLA.
 
     By default the numbers of towers are 1, 2, 4 and so on up to all GPUs, or 1 and 2 on a CPU, if they can divide the
     batch evenly. One tower on a CPU has only one placement.
@@ -104,7 +105,7 @@ def make_cases(config: BenchmarkConfig, num_gpus: int) -> list[BenchmarkCase]:
         placements = tuple(PLACEMENTS) if count > 1 else ("cpu", "round_robin") if num_gpus else ("cpu",)
         cases += [BenchmarkCase(count, "towers", placement) for placement in placements]
         cases += [BenchmarkCase(count, "mirrored", "")] if count > 1 else []
-    return cases
+    return [case._replace(jit_compile=jit) for jit in {config.jit_compile, num_gpus > 0} for case in cases]
 
 
 def short_training(config: TrainConfig, on_gpus: bool) -> TrainConfig:
@@ -192,13 +193,13 @@ def publish(config: BenchmarkConfig, rates: Rates, machine: Mapping[str, Any]) -
 
 def table(rates: Rates, batch_size: int) -> str:
     """Return a table with a line per case, the fastest first."""
-    rows = [["towers", "strategy", "placement", "images/s", "quartiles", "ms per step", "visits"]]
+    rows = [["towers", "strategy", "placement", "XLA", "images/s", "quartiles", "ms per step", "visits"]]
     for case, values in by_rate(rates):
         low, median, high = quartiles(values)
-        row = [str(case.num_gpus), case.strategy, case.variable_placement or "-"]
+        row = [str(case.num_gpus), case.strategy, case.variable_placement or "-", "yes" if case.jit_compile else "no"]
         row += [format_rate(median), f"{format_rate(low)}-{format_rate(high)}"]
         rows.append([*row, f"{1000 * batch_size / median:,.1f}", str(len(values))])
-    return align_columns(rows, left=(1, 2))
+    return align_columns(rows, left=(1, 2, 3))
 
 
 def plot(rates: Rates, title: str) -> Figure:

@@ -180,7 +180,8 @@ class Training:
         config, train, length = setup.config, setup.dataset.train, setup.length
 
         rows = config.examples_drawn * len(setup.local_towers) // len(setup.towers)
-        self.batches = build.make_batches(config, train, rows=(self.workers.index * rows, rows))
+        rows_here = self.workers.index * rows, rows
+        self.batches = build.make_batches(config, train, rows_here, setup.local_towers)
         augmentation = build.make_own_augmentation(config, train.info)
         self.state, train_step = build.make_training(
             config, setup.towers, setup.precision, train, length, augmentation, setup.strategy
@@ -206,6 +207,7 @@ class Training:
             "towers": len(setup.step_towers),
             "threads": tf.config.threading.get_intra_op_parallelism_threads(),  # 0: as TensorFlow chooses
             "strategy": config.strategy,
+            "jit_compile": config.jit_compile,
             **code_facts(config),
         }
         self.hooks: list[Callable[[int, Sequence[FinishedStep]], None]] = [

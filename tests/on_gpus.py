@@ -1,6 +1,6 @@
-"""The program of `make test-gpu`: tests, the benchmark and speed94 on a machine with GPUs; nothing without GPUs.
+"""The program of `make test-gpu`: tests, steps beside Keras, the benchmark and speed94 on a machine with GPUs.
 
-It adds a row to the table of docs/gpus.md. Look at the row before you commit it.
+Without GPUs it runs nothing. It adds a row to the table of docs/gpus.md. Look at the row before you commit it.
 """
 
 import argparse
@@ -8,16 +8,22 @@ import datetime
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from cifar_towers.files import read_json
+from scripts.compare_frameworks import NETS, measure
 from tests.programs import COMMAND
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs/gpus.md"
-HEADER = "| GPUs | Driver, TensorFlow | Tests | speed94 with TTA 2, without | Training | Rate | Failed |"
+STEPS = {"cifarnet": "cifarnet", "resnet20": "resnet20", "speed94-at-20": "speed94 at 20x20", "speed94": "at 32x32"}
+HEADER = "| GPUs | Driver, TensorFlow | Tests | speed94 with TTA 2, without | The same with `--jit_compile` | "
+HEADER += " | ".join(STEPS.values()) + " | Failed |"
+RUNS = {"speed94": [], "speed94-xla": ["--jit_compile"]}
 NO_GPU = "no GPU here: nothing was run, and nothing counts as passed"
 
 
@@ -25,6 +31,7 @@ def main() -> int:
     """Run all parts, even after one has failed, and return 1 if any has."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--without-bench", action="store_true", help="leave out the benchmark, 20 minutes")
+    parser.add_argument("--rounds", type=int, default=2, help="visits of each step; default: %(default)s")
     arguments = parser.parse_args()
     devices = _devices()
     if not devices["gpus"]:
@@ -33,17 +40,20 @@ def main() -> int:
     print(f"on {describe(devices)}", flush=True)
     failed = []
     with tempfile.TemporaryDirectory() as directory:
-        junit, run_dir = Path(directory, "tests.xml"), Path(directory, "speed94")
+        junit = Path(directory, "tests.xml")
         tests = [sys.executable, "-m", "pytest", "-m", "gpu or needs_gpu", "tests/training", f"--junitxml={junit}"]
         if _run(tests, CIFAR_TOWERS_TEST_ON_GPUS="1"):
             failed.append("tests")
         counts = read_counts(junit.read_text()) if junit.exists() else "not run"
         if not arguments.without_bench and _run([*COMMAND, "benchmark", "--recipe=speed94"]):
             failed.append("make bench")
-        if _run([*COMMAND, "train", "--recipe=speed94", f"--train_dir={run_dir}"]):
-            failed.append("speed94")
-        result = json.loads((run_dir / "result.json").read_text()) if "speed94" not in failed else {}
-    row = make_row(devices, counts, result, failed)
+        results = []
+        for name, flags in RUNS.items():
+            if _run([*COMMAND, "train", "--recipe=speed94", *flags, f"--train_dir={Path(directory, name)}"]):
+                failed.append(name)
+            results.append(read_json(Path(directory, name, "result.json")))
+        rates = {net: measure(net, ["ours", "ours-xla", "keras"], arguments.rounds, "bfloat16") for net in STEPS}
+    row = make_row(devices, counts, results, rates, failed)
     TABLE.write_text(add_row(TABLE.read_text(), row))
     print(f"{HEADER}\n{row}\nadded to {TABLE}")
     return bool(failed)
@@ -63,22 +73,34 @@ def read_counts(junit: str) -> str:
     return f"{number['tests'] - bad} passed, {bad} failed"
 
 
-def make_row(devices: dict, counts: str, result: dict, failed: list[str]) -> str:
+def make_row(devices: dict, counts: str, results: list[dict], rates: dict[str, dict], failed: list[str]) -> str:
     """Return the row of the table of docs/gpus.md, with a dash for each unknown value."""
-    accuracy = {score["tta"]: f"{100 * score['accuracy']:.2f} %" for score in result.get("evaluations", [])}
-    training = f"{sum(result['seconds'].get(p, 0) for p in ('train', 'input', 'report')):.1f} s" if result else "-"
-    compiling = f" + {result['seconds'].get('compile', 0):.1f} s of compilation" if result else ""
-    rate = f"{result['images_per_sec']:,.0f} images/s" if result.get("images_per_sec") else "-"
     cells = [
         f"{describe(devices)}, {datetime.date.today()}",
         f"{devices['driver'] or '-'}, {devices['tensorflow']}",
         counts,
-        f"{accuracy.get(2, '-')}, {accuracy.get(0, '-')}",
-        training + compiling,
-        rate,
+        *map(describe_run, results),
+        *(describe_steps(NETS[net][-1], rates.get(net, {})) for net in STEPS),
         ", ".join(failed) or "nothing",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def describe_run(result: dict) -> str:
+    """Return `94.05 %, 93.33 %; 9.8 s + 21.5 s of compilation` of a result; a dash without one."""
+    if not result:
+        return "-"
+    accuracy = {score["tta"]: f"{100 * score['accuracy']:.2f} %" for score in result["evaluations"]}
+    seconds = sum(result["seconds"].get(phase, 0) for phase in ("train", "input", "report"))
+    compilation = result["seconds"].get("compile", 0)
+    return f"{accuracy.get(2, '-')}, {accuracy.get(0, '-')}; {seconds:.1f} s + {compilation:.1f} s of compilation"
+
+
+def describe_steps(batch_size: int, rates: dict[str, list[float]]) -> str:
+    """Return the median step of each framework, as `ours 8.1, ours-xla 2.2, keras 2.3 ms`; a dash without any."""
+    medians = {framework: statistics.median(values) for framework, values in rates.items() if values}
+    steps = ", ".join(f"{framework} {1000 * batch_size / rate:.1f}" for framework, rate in medians.items())
+    return f"{steps} ms" if steps else "-"
 
 
 def add_row(page: str, row: str) -> str:

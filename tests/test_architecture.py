@@ -125,7 +125,7 @@ def test_no_import_of_the_package_is_inside_a_function():
 MAX_LINES = {
     "benchmark": 300, "checkpointing": 320, "cli": 400, "config": 810, "data": 1_200, "evaluation": 240,
     "inference": 1_190, "models": 980, "multi_worker": 480, "reporting": 970, "towers": 1_160, "trainer": 450,
-    "training": 1_590, "other modules": 820, "together": 10_500,
+    "training": 1_670, "other modules": 820, "together": 10_600,
 }  # fmt: skip
 MAX_MODULES = 75
 

@@ -42,6 +42,9 @@ def test_cases(config, settings, num_gpus, expected):
     assert {case.num_gpus for case in cases} == {*expected}
     for count, ways in expected.items():
         of_count = [case.variable_placement or case.strategy for case in cases if case.num_gpus == count]
+        assert {case.jit_compile for case in cases if case.num_gpus == count} == (
+            {False, True} if num_gpus else {False}
+        )
         assert {*ways} <= {*of_count} and ("mirrored" in of_count) == (count > 1)
 
 
@@ -69,8 +72,8 @@ def test_report_has_medians_quartiles_and_the_fastest_case(config, tmp_path, cap
     benchmark.write_json(config, rates, MACHINE)
     benchmark.publish(config, rates, MACHINE)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    cpu = ["2", "towers", "cpu", "61", "60-62", "1,639.3", "3"]
-    mirrored = ["2", "mirrored", "-", "30", "20-40", "3,333.3", "5"]
+    cpu = ["2", "towers", "cpu", "no", "61", "60-62", "1,639.3", "3"]
+    mirrored = ["2", "mirrored", "-", "no", "30", "20-40", "3,333.3", "5"]
     assert rows.index(cpu) == rows.index(mirrored) - 1 and rows[-1][1:] == FASTEST.split()
     written = json.loads((tmp_path / "benchmark.json").read_text())
     assert (written["recipe"], written["batch_size"], written["fastest"]) == ("mine", 100, FASTEST)

@@ -179,6 +179,9 @@ class TrainConfig(DeviceConfig):
     micro_batches: int = _towers.recipe(
         1, "gradient accumulation: number of parts in which each tower computes its share of the batch", low=1
     )
+    jit_compile: bool = _towers.free(
+        False, "compile each tower's forward and backward pass and the update by XLA, for GPUs", per_run=True
+    )
     log_device_placement: bool = _towers.free(
         False, "logged device of each variable and tower", per_worker=True, per_run=True
     )
@@ -429,6 +432,10 @@ CONFLICTS: tuple[tuple[Callable[[TrainConfig], Any], str], ...] = (  # (conditio
     (
         lambda c: c.batch_statistics == "synchronized" and (c.micro_batches != 1 or c.strategy == "stages"),
         "batch_statistics=synchronized needs the whole batch at once; leave micro_batches and strategy=stages",
+    ),
+    (
+        lambda c: c.jit_compile and (c.batch_statistics == "synchronized" or c.strategy == "stages"),
+        "jit_compile cannot compile batch_statistics=synchronized and strategy=stages; leave it",
     ),
     (
         lambda c: c.strategy != "towers" and c.variable_placement not in ("", "cpu"),

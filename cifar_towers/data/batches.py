@@ -45,6 +45,7 @@ class Batches:
       flip: `none`; `random`, drawn for each image and epoch; `alternating`, drawn once for each image and inverted in
         every odd epoch (K. Jordan, arXiv 2404.00498).
       own_augmentation: whether the examples have draws for an augmentation of the user's own.
+      device: where a stream puts the next batch while a step runs; by default it stays in host memory.
 
     Raises:
       UsageError: there are fewer examples than `batch_size`.
@@ -58,10 +59,11 @@ class Batches:
         flip: str = "alternating",
         rows: tuple[int, int] | None = None,
         own_augmentation: bool = False,
+        device: str = "",
     ):
         if batch_size > (count := len(split.labels)):
             raise UsageError(f"a batch of {batch_size} is more than the {count} training examples")
-        self.batch_size, self.seed, self.flip = batch_size, seed, flip
+        self.batch_size, self.seed, self.flip, self._device = batch_size, seed, flip, device
         self.steps_per_epoch = count // batch_size
         self._num_examples, (self._first_row, self._num_rows) = count, rows or (0, batch_size)
         self._own_draws = NUM_OWN_DRAWS if own_augmentation else 0
@@ -75,7 +77,8 @@ class Batches:
         with tf.device(HOST):
             steps = tf.data.Dataset.range(first_step, last_step)
             at = tf.autograph.experimental.do_not_convert(self.at)  # analyzing it for conversion takes long
-            return steps.map(at).prefetch(NUM_PREFETCHED).with_options(options)
+            batches = steps.map(at).prefetch(NUM_PREFETCHED).with_options(options)
+        return batches.apply(tf.data.experimental.prefetch_to_device(self._device)) if self._device else batches
 
     def at(self, step: tf.Tensor | int) -> Batch:
         """Return the batch of one step, counted from 0, made of TensorFlow operations."""

@@ -81,5 +81,6 @@ def _split(batch: Any, count: int, allow_uneven: bool = False) -> list[Any]:
                 "weights=[examples, ...])"
             )
         sizes = [size + (index < remainder) for index in range(count)]
-        parts = [tf.split(tensor, sizes, axis=0) for tensor in tensors]
+        # one part stays where it is, which may be a GPU
+        parts = [tf.split(tensor, sizes, axis=0) if count > 1 else [tensor] for tensor in tensors]
     return [tf.nest.pack_sequence_as(batch, part) for part in zip(*parts, strict=True)]

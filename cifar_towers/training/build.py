@@ -22,6 +22,7 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import NUM_OWN_DRAWS, Batches
 from cifar_towers.data.dataset import DatasetInfo, Split, chunks
 from cifar_towers.errors import UsageError
+from cifar_towers.hardware import xla_runs
 from cifar_towers.models import MODELS, WEIGHT_DECAYS, user_model
 from cifar_towers.models.layers import synchronize
 from cifar_towers.models.speednet import whitening_kernel
@@ -30,11 +31,12 @@ from cifar_towers.registry import SPEEDNETS, load_function
 from cifar_towers.towers import Tower, make_towers, variable_placement
 from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT, on_gpus
 from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
+from cifar_towers.towers.placement import HOST
 from cifar_towers.training.distributed_step import make_mirrored_step, make_multi_worker_strategy, make_strategy
 from cifar_towers.training.losses import OWN, cross_entropy, make_loss
 from cifar_towers.training.optimizers import make_optimizer
 from cifar_towers.training.state import TrainState
-from cifar_towers.training.step import PROXY, Update, make_update, select_hard_examples
+from cifar_towers.training.step import PROXY, Update, compile_whole, make_update, select_hard_examples
 
 log = logging.getLogger(__name__)
 
@@ -88,9 +90,13 @@ def _make_deterministic(config: DeviceConfig) -> None:
         tf.config.experimental.enable_op_determinism()
 
 
-def make_batches(config: TrainConfig, train: Split, rows: tuple[int, int] | None = None) -> Batches:
-    """Return the batches of a run over `train`; see `Batches`."""
-    return Batches(train, config.examples_drawn, config.seed, config.flip, rows, bool(config.augment))
+def make_batches(
+    config: TrainConfig, train: Split, rows: tuple[int, int] | None = None, towers: Sequence[Tower] = ()
+) -> Batches:
+    """Return the batches of a run over `train`; see `Batches`. They are made for a single GPU in its own memory."""
+    takes_all = len(towers) == 1 and on_gpus(towers) and not config.hard_example_pool
+    device = towers[0].device if takes_all else ""
+    return Batches(train, config.examples_drawn, config.seed, config.flip, rows, bool(config.augment), device)
 
 
 def make_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
@@ -189,7 +195,12 @@ def make_training(
     Raises:
       UsageError: the machine or the model does not allow this.
     """
-    make_state_fn = functools.partial(make_state, config, precision, train, length)
+    if config.jit_compile and not xla_runs():
+        raise UsageError("jit_compile: TensorFlow's XLA cannot compile for these GPUs; leave it")
+    placement = resolve_placement(config, towers)
+    is_alone = len(towers) == 1 and (placement != "cpu" or towers[0].device == HOST)  # with all variables
+    home = towers[0].device if config.jit_compile and is_alone else HOST
+    make_state_fn = functools.partial(make_state, config, precision, train, length, home)
     image_size, num_classes = config.crop or train.info.image_size, len(train.info.class_names)
     parts = config.micro_batches
     if config.strategy == "mirrored":
@@ -208,15 +219,17 @@ def make_training(
         update = make_update(state, towers[:1], loss_fn, augmentation, micro_batches=parts, stages=stages)
         return state, tf.function(update, autograph=False)
     options: dict[str, Any] = {"micro_batches": parts, "synchronized": config.batch_statistics == "synchronized"}
-    with variable_placement(resolve_placement(config, towers), towers):
+    with variable_placement(placement, towers):
         state, loss_fn = make_state_fn()
         update = make_update(state, towers, loss_fn, augmentation, **options)
         if config.hard_example_pool:
             with tf.name_scope(PROXY):
-                state.proxy, proxy_loss = make_state(proxy_config(config), precision, train, length)
+                state.proxy, proxy_loss = make_state(proxy_config(config), precision, train, length, home)
             proxy_options = options | {"example_loss": make_example_loss(config, num_classes)}
             proxy_update = make_update(state.proxy, towers, proxy_loss, augmentation, **proxy_options)
             update = select_hard_examples(update, proxy_update, config.batch_size)
+    if config.jit_compile and is_alone:
+        update = compile_whole(update)
     return state, tf.function(update, autograph=False)
 
 
@@ -239,7 +252,7 @@ def proxy_config(config: TrainConfig) -> TrainConfig:
 
 
 def make_state(
-    config: TrainConfig, precision: str, train: Split, length: schedules.RunLength
+    config: TrainConfig, precision: str, train: Split, length: schedules.RunLength, home: str = HOST
 ) -> tuple[TrainState, Callable]:
     """Return (state, loss function): everything with variables, in the placement of the surrounding scope."""
     model = make_model(config, precision, train.info, train)
@@ -256,8 +269,8 @@ def make_state(
         total_steps=length.total,
         is_speednet=config.model in SPEEDNETS,
     )
-    state = TrainState(model, optimizer, terms, length.total, config.ema_decay, config.lookahead)
-    return state, loss_fn
+    averages = config.ema_decay, config.lookahead
+    return TrainState(model, optimizer, terms, length.total, *averages, config.jit_compile, home), loss_fn
 
 
 def role_schedules(config: TrainConfig, length: schedules.RunLength) -> dict[str, tuple]:

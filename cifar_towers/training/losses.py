@@ -56,8 +56,8 @@ def make_loss(
 class SmoothedLosses:
     """Moving averages of the final tower's loss terms: a <- 0.9 a + 0.1 loss, from 0, debiased."""
 
-    def __init__(self, terms: Sequence[str]):
-        with pin_to_device(HOST):
+    def __init__(self, terms: Sequence[str], device: str = HOST):
+        with pin_to_device(device):
             self.sums = {term: tf.Variable(0.0, trainable=False, name=f"{term}/average") for term in terms}
             self.weight = tf.Variable(0.0, trainable=False, name="loss_average_weight")
 

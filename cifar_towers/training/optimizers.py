@@ -155,15 +155,15 @@ class Optimizer:
     def compute_updates(
         self, gradients: Sequence[tuple], learning_rates: Mapping[str, tf.Tensor], step: tf.Tensor
     ) -> Updates:
-        """Return new values from N x (gradient, variable), in any order.
+        """Return new values from pairs (gradient, variable) in any order.
 
-        A variable has no new value if it has no gradient, or if its group has no learning rate.
+        A variable has no new value if it has no gradient or no pair, or if its group has no learning rate.
         """
         gradient_of = {id(variable): gradient for gradient, variable in gradients}
         updates: Updates = []
         for group in self.groups:
             for index, variable in enumerate(group.rule.variables):
-                gradient = gradient_of[id(variable)]
+                gradient = gradient_of.get(id(variable))
                 if gradient is not None and group.name in learning_rates:
                     with tf.device(variable.device):
                         gradient = tf.convert_to_tensor(gradient)

@@ -1,8 +1,9 @@
 """Everything a run carries from step to step: variables, slots, and moving averages."""
 
+import functools
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -11,7 +12,7 @@ from cifar_towers.data.batches import RandomDraws
 from cifar_towers.towers.keras_parallel import is_seed_generator_state
 from cifar_towers.towers.placement import HOST, pin_to_device
 from cifar_towers.training.losses import SmoothedLosses
-from cifar_towers.training.optimizers import Optimizer, Updates, make_slot, variable_name
+from cifar_towers.training.optimizers import Optimizer, make_slot, variable_name
 
 MAX_DRAWS = 1024  # of one layer in a step; Keras takes seeds modulo 2^31 - 2, so they differ for two million examples
 
@@ -20,13 +21,17 @@ class UpdateResult(NamedTuple):
     """The result of `TrainState.apply`."""
 
     updated: tf.Tensor  # bool: the variables were updated; otherwise the step was skipped
-    nonfinite_index: tf.Tensor  # index in `TrainState.update_names` of the first non-finite new value, or -1
+    nonfinite_index: tf.Tensor  # index in `TrainState.update_names` of a non-finite new value, or -1
     gradient_norm: tf.Tensor  # of the mean gradient, before weight decay
     smoothed_losses: dict[str, tf.Tensor]
 
 
 class TrainState:
     """The model's variables, the optimizer's slots and the averages. Build it inside the placement of its variables.
+
+    Args:
+      jit_compile: let XLA compile each tower's pass, and the update, a function for each device with variables.
+      home: the device of the step counter and of the losses' averages.
 
     Attributes:
       step: number of finished steps.
@@ -44,10 +49,12 @@ class TrainState:
         total_steps: int,
         ema_decay: float = 0.0,
         lookahead: bool = False,
+        jit_compile: bool = False,
+        home: str = HOST,
     ):
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.jit_compile = model, optimizer, jit_compile
         self.proxy: TrainState | None = None
-        with pin_to_device(HOST):
+        with pin_to_device(home):
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
         self.weights = [v.value for v in model.trainable_variables]
         self.non_trainable = [v.value for v in model.non_trainable_variables]
@@ -58,7 +65,7 @@ class TrainState:
         self._constraints = {id(v.value): v.constraint for v in model.trainable_variables if v.constraint}
         self.ema = ExponentialMovingAverage(self.weights + self.non_trainable, ema_decay)
         self.lookahead = Lookahead(self.weights + self.non_trainable, total_steps, lookahead)
-        self.loss_averages = SmoothedLosses(loss_terms)
+        self.loss_averages = SmoothedLosses(loss_terms, home)
 
     def read_variables(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Return (weights, non-trainable values) as tensors, read where the variables are placed."""
@@ -91,40 +98,64 @@ class TrainState:
           losses: the final tower's, by term. learning_rates: by active parameter group.
           finite: [] bool, whether all results of the towers are finite.
         """
-        gradient_norm = tf.linalg.global_norm(
-            [gradient if gradient is None else tf.convert_to_tensor(gradient) for gradient, _ in gradients]
-        )  # of sparse gradients, TensorFlow would take the norm of rows that are to be added
+        devices = list(dict.fromkeys(variable.device for variable in self._updated))
         with tf.name_scope("apply"):
-            updates = self._compute_updates(gradients, non_trainable, learning_rates)
-            new_values = {id(variable): value for variable, value in updates}
-            nonfinite_index = first_nonfinite_index(
-                [new_values.get(id(v)) for v in self._updated], [v.device for v in self._updated]
-            )
+            step = tf.convert_to_tensor(self.step)
+            arguments = gradients, non_trainable, learning_rates, step
+            computed = [self._on(device, self._compute_updates, *arguments) for device in devices]
+            values, nonfinite_indices, half_squares = zip(*computed, strict=True)
             with tf.device(self.step.device):
+                nonfinite_index = tf.reduce_max(nonfinite_indices)
                 updated = tf.logical_and(finite, nonfinite_index < 0)
-            for variable, value in updates:
-                with tf.device(variable.device):
-                    variable.assign(tf.where(updated, value, variable))
-        with tf.name_scope("weight_averages"):
-            with tf.device(self.step.device):
-                steps_done = self.step + 1
-            self.lookahead.update(steps_done, updated)
-            self.ema.update(steps_done, updated)
+                gradient_norm = tf.sqrt(2.0 * tf.add_n(half_squares))
+                steps_done = step + 1
+            for device, values_there in zip(devices, values, strict=True):
+                self._on(device, self._assign, values_there, updated, steps_done)
         self.step.assign_add(1)
-        return UpdateResult(updated, nonfinite_index, gradient_norm, self.loss_averages.update(losses, updated))
+        smoothed_losses = self._on(self.step.device, lambda _: self.loss_averages.update(losses, updated))
+        return UpdateResult(updated, nonfinite_index, gradient_norm, smoothed_losses)
+
+    def _on(self, device: str, function: Callable, *args: Any) -> Any:
+        """Return `function(device, *args)`, computed on the device, and compiled by XLA if the update is."""
+        with tf.device(device):
+            return xla_compiled(functools.partial(function, device, *args), self.jit_compile)()
 
     def _compute_updates(
-        self, gradients: list[tuple], non_trainable: Sequence[tf.Tensor | None], learning_rates: Mapping
-    ) -> Updates:
-        """Return new values of slots, non-trainable variables, and weights within the constraints of a user's model."""
-        updates = []
-        for variable, value in self.optimizer.compute_updates(gradients, learning_rates, self.step):
-            if constraint := self._constraints.get(id(variable)):
-                with tf.device(variable.device):
-                    value = tf.convert_to_tensor(constraint(value))
-            updates.append((variable, value))
+        self,
+        device: str,
+        gradients: list[tuple],
+        non_trainable: Sequence[tf.Tensor | None],
+        learning_rates: Mapping[str, tf.Tensor],
+        step: tf.Tensor,
+    ) -> tuple[list[tf.Tensor | None], tf.Tensor, tf.Tensor]:
+        """Compute the update of the variables on one device, and change none.
+
+        Returns:
+          A new value of each variable that a step may update, within the constraints of a user's model, or None; the
+          index of the first that is not finite, or -1; half the squared norm of the gradients.
+        """
+        own = [(g if g is None else tf.convert_to_tensor(g), v) for g, v in gradients if v.device == device]
+        new_values = {id(v): value for v, value in self.optimizer.compute_updates(own, learning_rates, step)}
+        for key, constraint in self._constraints.items():
+            if key in new_values:
+                new_values[key] = tf.convert_to_tensor(constraint(new_values[key]))
         pairs = zip(self.non_trainable, non_trainable, strict=True)
-        return updates + [(variable, value) for variable, value in pairs if value is not None]
+        new_values |= {id(v): value for v, value in pairs if v.device == device}
+        values = [new_values.get(id(variable)) for variable in self._updated]
+        # of sparse gradients, TensorFlow would take the norm of rows that are to be added
+        half_squares = [tf.nn.l2_loss(gradient) for gradient, _ in own if gradient is not None]
+        return values, first_nonfinite_index(values), tf.reduce_sum(half_squares) if half_squares else 0.0
+
+    def _assign(
+        self, device: str, values: Sequence[tf.Tensor | None], updated: tf.Tensor, steps_done: tf.Tensor
+    ) -> None:
+        """Assign the values that were computed for the variables on one device if `updated`, then their averages."""
+        for variable, value in zip(self._updated, values, strict=True):
+            if value is not None:
+                variable.assign(tf.where(updated, value, variable))
+        with tf.name_scope("weight_averages"):
+            self.lookahead.update(steps_done, updated, device)
+            self.ema.update(steps_done, updated, device)
 
     def evaluation_weights(self) -> dict[str, tuple[list, list]]:
         """Return (weights, non-trainable values) to evaluate, by name: `raw`, and then `ema` if an average is kept."""
@@ -155,6 +186,11 @@ class TrainState:
         return digest.hexdigest()
 
 
+def xla_compiled(function: Callable, jit_compile: bool) -> Callable:
+    """Return a function of tensors that XLA compiles whole if `jit_compile`; otherwise the function itself."""
+    return tf.function(function, autograph=False, jit_compile=True) if jit_compile else function
+
+
 def first_nonfinite_index(tensors: Sequence[tf.Tensor | None], devices: Sequence[str] = ()) -> tf.Tensor:
     """Return the index, int32, of the first of N tensors that holds a NaN or an infinity; -1 if none does.
 
@@ -181,15 +217,15 @@ class ExponentialMovingAverage:
         self.decay, self.variables = decay, list(variables)
         self.averages = [make_slot(v, "ema", tf.convert_to_tensor(v)) for v in self.variables] if decay else []
 
-    def update(self, step: tf.Tensor, updated: tf.Tensor) -> None:
-        """Add the variables to the averages if they were `updated`; `step` counts finished steps with this one."""
+    def update(self, step: tf.Tensor, updated: tf.Tensor, device: str) -> None:
+        """Add the variables on a device to the averages if they were `updated`; `step` counts steps with this one."""
         if not self.averages:
             return
         with tf.device(step.device):
             done = tf.cast(step, tf.float32)
             weight = tf.where(updated, 1 - tf.minimum(self.decay, (1 + done) / (10 + done)), 0.0)
         for average, variable in zip(self.averages, self.variables, strict=True):
-            with tf.device(variable.device):
+            if variable.device == device:
                 if average.dtype.is_floating:
                     average.assign_sub(tf.cast(weight, average.dtype) * (average - variable))
                 else:  # a counter or a seed
@@ -210,8 +246,8 @@ class Lookahead:
         self.variables, self.total_steps = list(variables), total_steps
         self.slow = [make_slot(v, "lookahead", tf.convert_to_tensor(v)) for v in self.variables] if enabled else []
 
-    def update(self, step: tf.Tensor, updated: tf.Tensor) -> None:
-        """Update slow weights and variables if they are due; `step` counts finished steps with this one."""
+    def update(self, step: tf.Tensor, updated: tf.Tensor, device: str) -> None:
+        """Update slow weights and variables on a device if they are due; `step` counts steps with this one."""
         if not self.slow:
             return
         with tf.device(step.device):
@@ -222,10 +258,9 @@ class Lookahead:
 
         def synchronize():
             for slow, variable in zip(self.slow, self.variables, strict=True):
-                with tf.device(variable.device):
-                    if slow.dtype.is_floating:
-                        slow.assign_sub(tf.cast(1 - decay, slow.dtype) * (slow - variable))
-                        variable.assign(slow)
+                if variable.device == device and slow.dtype.is_floating:
+                    slow.assign_sub(tf.cast(1 - decay, slow.dtype) * (slow - variable))
+                    variable.assign(slow)
             return tf.constant(True)
 
         tf.cond(due, synchronize, lambda: tf.constant(False))

@@ -1,5 +1,6 @@
 """One training step: split, run, average, apply, report; and the calls of the step in a run."""
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from cifar_towers.towers.keras_parallel import to_scalar
 from cifar_towers.towers.pipeline import Stage, staged_call
 from cifar_towers.towers.placement import HOST
 from cifar_towers.training.optimizers import Optimizer
-from cifar_towers.training.state import TrainState, UpdateResult, first_nonfinite_index
+from cifar_towers.training.state import TrainState, UpdateResult, first_nonfinite_index, xla_compiled
 
 PROXY = "proxy"  # prefix of the proxy's variables, operations and metrics; see `select_hard_examples`
 
@@ -40,7 +41,7 @@ class StepMetrics(NamedTuple):
     smoothed_losses: dict[str, Any]  # moving averages by term
     updated: Any  # bool: the variables were updated; otherwise the step was skipped
     nonfinite_towers: Any  # [K] int32: index of each tower's first non-finite value, as in `TowerResult`, or -1
-    nonfinite_update: Any  # int32: index in `TrainState.update_names` of the first non-finite new value, or -1
+    nonfinite_update: Any  # int32: index in `TrainState.update_names` of a non-finite new value, or -1
     gradients: Any = ()  # N mean gradients, None for a variable without one
     tower_gradients: Any = ()  # for each tower of this process, its N gradients
     stop_signal: Any = None  # of several processes: the largest signal number that any of them passed in
@@ -119,12 +120,16 @@ def make_tower_fn(
     def tower_fn(tower: Tower, shard: Batch, active_groups: Collection[str], image_size: int = 0) -> TowerResult:
         weights, old_values = state.read_variables()  # once for all micro-batches: they travel to the tower
         active = {id(variable) for variable in state.optimizer.active_variables(active_groups)}
-        sums: list = []  # of the gradients so far: those of one part at a time are in memory besides
+        augments_first = state.jit_compile and augmentation.own  # XLA may lack an operation of the user's
 
-        def on_part(part: Batch) -> TowerResult:
-            """Compute losses, gradients and new values from a micro-batch."""
-            non_trainable = state.with_layer_seeds(old_values, part.draws)
+        def augmented(part: Batch) -> Batch:
             images, labels = augmentation.augment_with_labels(part.images, part.labels, part.draws, image_size)
+            return part._replace(images=images, labels=labels)
+
+        def on_part(part: Batch, weights: list, old_values: list, sums: list) -> TowerResult:
+            """Compute losses, gradients and new values from a micro-batch; replace the `sums` of gradients so far."""
+            non_trainable = state.with_layer_seeds(old_values, part.draws)
+            images, labels, _ = part if augments_first else augmented(part)
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 pairs = zip(weights, state.weights, strict=True)
                 tape.watch([weight for weight, variable in pairs if id(variable) in active])
@@ -146,8 +151,14 @@ def make_tower_fn(
                 example_losses=example_loss(labels, logits) if example_loss else None,
             )
 
-        results = run_micro_batches(on_part, shard, micro_batches, sequential=not stages)
-        return _combine_micro_batches(results, state.weights, tower.device, pipelined=bool(stages))
+        def on_shard(shard: Batch, weights: list, old_values: list) -> TowerResult:
+            sums: list = []  # those of one part at a time are in memory besides
+            on_each = functools.partial(on_part, weights=weights, old_values=old_values, sums=sums)
+            results = run_micro_batches(on_each, shard, micro_batches, sequential=not stages)
+            return _combine_micro_batches(results, state.weights, tower.device, pipelined=bool(stages))
+
+        shard = augmented(shard) if augments_first else shard
+        return xla_compiled(on_shard, state.jit_compile)(shard, weights, old_values)
 
     return tower_fn
 
@@ -229,12 +240,24 @@ def make_step_metrics(
             nonfinite_update=update.nonfinite_index,
             example_losses=_concat_example_losses(results),
         )
-        with tf.device(HOST):  # the graph copies them; otherwise reading would copy them from a GPU one by one
-            metrics = tf.nest.map_structure(lambda value: None if value is None else tf.identity(value), metrics)
-    return metrics._replace(
+    return copy_to_host(metrics)._replace(
         gradients=_as_tensors([gradient for gradient, _ in gradients]),
         tower_gradients=[_as_tensors(r.gradients) for r in results],
     )
+
+
+def copy_to_host(metrics: StepMetrics) -> StepMetrics:
+    """Copy metrics but for gradients in the graph; otherwise reading would copy them from a GPU one by one."""
+    scalars = without_gradients(metrics)
+    with tf.name_scope("metrics"), tf.device(HOST):
+        copies = tf.nest.map_structure(lambda value: None if value is None else tf.identity(value), scalars)
+    return copies._replace(gradients=metrics.gradients, tower_gradients=metrics.tower_gradients)
+
+
+def compile_whole(update: Update) -> Update:
+    """Return an update as one function compiled by XLA. All its variables must be on one device, that of its tower."""
+    compiled = tf.function(update, autograph=False, jit_compile=True)
+    return lambda batch, learning_rates, image_size=0: copy_to_host(compiled(batch, learning_rates, image_size))
 
 
 def _as_tensors(gradients: Sequence) -> list[tf.Tensor | None]:

@@ -1,0 +1,99 @@
+"""A step that XLA compiles: the same to rounding, few launches, and only operations that XLA has for GPUs."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+from tensorflow.python.util import pywrap_xla_ops
+
+from cifar_towers.config import TrainConfig
+from tests import operations
+from tests.configs import recipe
+from tests.training.runs import Run
+
+ALL_PARTS = {
+    "model": f"{__file__}:without_dropout",
+    "batch_size": 16,
+    "ema_decay": 0.9,
+    "lookahead": True,
+    "optimizer": "muon",
+}
+ALL_PARTS |= {"learning_rate": 0.02, "label_smoothing": 0.1, "brightness": 8.0, "cutout": 4, "weight_decay": 0.01}
+WHOLE, EACH = {"variable_placement": "round_robin"}, {"variable_placement": "cpu"}
+
+
+def without_dropout(image_size, num_classes):
+    """Make a convolution, batch norm and a dense layer with weight loss. XLA draws other random numbers."""
+    images = keras.Input((None, None, 3))
+    x = keras.layers.BatchNormalization()(keras.layers.Conv2D(8, 3, 2, use_bias=False)(images))
+    x = keras.layers.GlobalAveragePooling2D()(keras.layers.Activation("silu")(x))
+    return keras.Model(images, keras.layers.Dense(num_classes, kernel_regularizer="l2")(x))
+
+
+def darken(images, draws):
+    return images - draws[:, 0, None, None, None]
+
+
+def after_steps(towers, examples, precision="float32", **settings):
+    """Return all variables after six steps, in which slow weights were taken once, and the last metrics."""
+    run = Run(towers, examples, TrainConfig(**ALL_PARTS | settings), precision)
+    metrics = [run.step(number) for number in range(6)]
+    return run.values(), metrics[-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("count", "settings"),
+    [
+        (1, WHOLE),
+        (4, WHOLE),
+        pytest.param(1, WHOLE | {"hard_example_pool": 32, "learning_rate": 0.002}, marks=pytest.mark.slow),
+        pytest.param(2, EACH | {"micro_batches": 2}, marks=pytest.mark.slow),
+        pytest.param(2, {"strategy": "mirrored"}, marks=pytest.mark.slow),
+        pytest.param(2, EACH | {"optimizer": "adamw", "augment": f"{__file__}:darken"}, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_equals_not_compiled(towers, examples, count, settings):
+    plain, metrics = after_steps(towers(count), examples, **settings)
+    compiled, of_compiled = after_steps(towers(count), examples, **settings, jit_compile=True)
+    assert plain.keys() == compiled.keys()
+    for name, value in plain.items():
+        np.testing.assert_allclose(compiled[name], value, rtol=1e-3, atol=1e-3 * np.abs(value).max(), err_msg=name)
+    assert of_compiled.updated and of_compiled.loss == pytest.approx(metrics.loss, rel=1e-4)
+    assert of_compiled.gradient_norm == pytest.approx(metrics.gradient_norm, rel=1e-3)
+
+
+def traced(towers, examples, name, precision="float32", **settings):
+    """Return the traced step of a recipe's first image size, while all groups are trained."""
+    run = Run(towers, examples, recipe(name, batch_size=12, whitening_images=60, **settings), precision)
+    return run.train_step.get_concrete_function(run.batches.at(0), run.rates())
+
+
+@pytest.mark.parametrize("name", ["cifarnet", "speed94"])
+def test_the_host_launches_few_operations(towers, examples, name):
+    """One tower, with its variables on its device or on the host."""
+    (tower,) = towers(1)
+    before, whole = (
+        operations.count_launched(traced([tower], examples, name, jit_compile=jit)) for jit in (False, True)
+    )
+    elsewhere = dataclasses.replace(tower, device="/CPU:1")
+    apart = operations.count_launched(traced([elsewhere], examples, name, jit_compile=True))
+    print(f"{name}: {before} operations, {whole} compiled whole, {apart} with variables on another device")
+    assert whole <= 60 and apart <= 100 and before > 500
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "settings"),
+    [
+        ("speed94", "bfloat16", {"variable_placement": "round_robin"}),
+        ("speed96", "float32", {"model": "speednet_proxy", "hard_example_pool": 24}),
+        ("cifarnet", "float32", {"cutout": 4, "micro_batches": 2}),
+        ("resnet20", "float32", {"optimizer": "adamw", "lookahead": True}),
+    ],
+)
+def test_xla_has_every_compiled_operation_for_gpus(towers, examples, name, precision, settings):
+    known = {*pywrap_xla_ops.get_gpu_kernel_names()}
+    function = traced(towers(2)[1:], examples, name, precision, jit_compile=True, **settings)
+    types = operations.compiled_types(function)
+    assert len(types) > 50 and types <= known, types - known
