@@ -92,7 +92,7 @@ def run_benchmark(config: BenchmarkConfig, training_command: Sequence[str]) -> N
 
 
 def make_cases(config: BenchmarkConfig, num_gpus: int) -> list[BenchmarkCase]:
-    """Return every variable placement and `mirrored`, for each number of towers; on GPUs also compiled by XLA.
+    """Return every variable placement and `mirrored`, for each number of towers; on GPUs with and without XLA.
 
     By default the numbers of towers are 1, 2, 4 and so on up to all GPUs, or 1 and 2 on a CPU, if they can divide the
     batch evenly. One tower on a CPU has only one placement.
@@ -105,7 +105,8 @@ def make_cases(config: BenchmarkConfig, num_gpus: int) -> list[BenchmarkCase]:
         placements = tuple(PLACEMENTS) if count > 1 else ("cpu", "round_robin") if num_gpus else ("cpu",)
         cases += [BenchmarkCase(count, "towers", placement) for placement in placements]
         cases += [BenchmarkCase(count, "mirrored", "")] if count > 1 else []
-    return [case._replace(jit_compile=jit) for jit in {config.jit_compile, num_gpus > 0} for case in cases]
+    ways = (False, True) if num_gpus else (config.jit_compile,)
+    return [case._replace(jit_compile=way) for way in ways for case in cases]
 
 
 def short_training(config: TrainConfig, on_gpus: bool) -> TrainConfig:

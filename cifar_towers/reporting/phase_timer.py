@@ -20,6 +20,7 @@ class PhaseTimer:
         self.images = 0  # trained on in steps that needed no compilation
         self._last_end = time.monotonic()
         self._input_wait = 0.0  # of the current step
+        self._beside = 0.0  # seconds of input and of logging since the last step, while a GPU may compute the next one
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=RECENT_STEPS)  # images, input wait, seconds
 
     def resume(self, metadata: Mapping[str, Any]) -> None:
@@ -44,6 +45,8 @@ class PhaseTimer:
         self.seconds[phase] += seconds
         if phase == "input":
             self._input_wait = seconds
+        if phase in ("input", "report"):
+            self._beside += seconds
         return seconds
 
     def end_step(self, images: int, is_traced: bool) -> None:
@@ -51,12 +54,13 @@ class PhaseTimer:
         seconds = self.end_phase("train" if is_traced else "compile")
         if is_traced:
             self.images += images
-            self._recent.append((images, self._input_wait, self._input_wait + seconds))
+            self._recent.append((images, self._input_wait, self._beside + seconds))
+        self._beside = 0.0
 
     def recent_rates(self) -> tuple[float, float] | tuple[None, None]:
         """Return the images per second of the last 20 steps, and the fraction of their time spent waiting for batches.
 
-        Compilation, logging, evaluation and saving do not count. Both are None before this process has timed a step.
+        Compilation, evaluation and saving do not count. Both are None before this process has timed a step.
         """
         images, waits, seconds = map(sum, zip(*self._recent, strict=True)) if self._recent else (0, 0.0, 0.0)
         return (images / seconds, waits / seconds) if seconds else (None, None)

@@ -13,6 +13,8 @@ from cifar_towers.towers.placement import HOST
 def split_batch(batch: Any, towers: Sequence[Tower], allow_uneven: bool = False) -> list[Any]:
     """Split every tensor or NumPy array of a structure on axis 0, in host memory: [B, ...] -> K shards of [B/K, ...].
 
+    A single shard stays where it is.
+
     Args:
       allow_uneven: accept a B that K does not divide; the first B mod K shards then have one example more. The
         gradients of their mean losses need weights: `average_gradients(tower_grads, weights=[examples, ...])`.
@@ -81,6 +83,5 @@ def _split(batch: Any, count: int, allow_uneven: bool = False) -> list[Any]:
                 "weights=[examples, ...])"
             )
         sizes = [size + (index < remainder) for index in range(count)]
-        # one part stays where it is, which may be a GPU
         parts = [tf.split(tensor, sizes, axis=0) if count > 1 else [tensor] for tensor in tensors]
     return [tf.nest.pack_sequence_as(batch, part) for part in zip(*parts, strict=True)]

@@ -93,7 +93,7 @@ def _make_deterministic(config: DeviceConfig) -> None:
 def make_batches(
     config: TrainConfig, train: Split, rows: tuple[int, int] | None = None, towers: Sequence[Tower] = ()
 ) -> Batches:
-    """Return the batches of a run over `train`; see `Batches`. They are made for a single GPU in its own memory."""
+    """Return the batches of a run over `train`; see `Batches`. They are copied to a single GPU ahead of their step."""
     takes_all = len(towers) == 1 and on_gpus(towers) and not config.hard_example_pool
     device = towers[0].device if takes_all else ""
     return Batches(train, config.examples_drawn, config.seed, config.flip, rows, bool(config.augment), device)
@@ -198,8 +198,9 @@ def make_training(
     if config.jit_compile and not xla_runs():
         raise UsageError("jit_compile: TensorFlow's XLA cannot compile for these GPUs; leave it")
     placement = resolve_placement(config, towers)
-    is_alone = len(towers) == 1 and (placement != "cpu" or towers[0].device == HOST)  # with all variables
-    home = towers[0].device if config.jit_compile and is_alone else HOST
+    beside_all = len(towers) == 1 and (placement != "cpu" or towers[0].device == HOST)  # the only tower, all variables
+    compiles_whole = config.jit_compile and beside_all and not augmentation.own
+    home = towers[0].device if compiles_whole else HOST
     make_state_fn = functools.partial(make_state, config, precision, train, length, home)
     image_size, num_classes = config.crop or train.info.image_size, len(train.info.class_names)
     parts = config.micro_batches
@@ -228,7 +229,7 @@ def make_training(
             proxy_options = options | {"example_loss": make_example_loss(config, num_classes)}
             proxy_update = make_update(state.proxy, towers, proxy_loss, augmentation, **proxy_options)
             update = select_hard_examples(update, proxy_update, config.batch_size)
-    if config.jit_compile and is_alone:
+    if compiles_whole:
         update = compile_whole(update)
     return state, tf.function(update, autograph=False)
 

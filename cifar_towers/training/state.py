@@ -30,7 +30,8 @@ class TrainState:
     """The model's variables, the optimizer's slots and the averages. Build it inside the placement of its variables.
 
     Args:
-      jit_compile: let XLA compile each tower's pass, and the update, a function for each device with variables.
+      jit_compile: let XLA compile each tower's pass, and on each device the new values of its variables, and their
+        assignment with the averages.
       home: the device of the step counter and of the losses' averages.
 
     Attributes:

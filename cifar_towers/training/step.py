@@ -120,7 +120,7 @@ def make_tower_fn(
     def tower_fn(tower: Tower, shard: Batch, active_groups: Collection[str], image_size: int = 0) -> TowerResult:
         weights, old_values = state.read_variables()  # once for all micro-batches: they travel to the tower
         active = {id(variable) for variable in state.optimizer.active_variables(active_groups)}
-        augments_first = state.jit_compile and augmentation.own  # XLA may lack an operation of the user's
+        augments_first = state.jit_compile and augmentation.own  # of which XLA may lack an operation
 
         def augmented(part: Batch) -> Batch:
             images, labels = augmentation.augment_with_labels(part.images, part.labels, part.draws, image_size)
@@ -157,7 +157,9 @@ def make_tower_fn(
             results = run_micro_batches(on_each, shard, micro_batches, sequential=not stages)
             return _combine_micro_batches(results, state.weights, tower.device, pipelined=bool(stages))
 
-        shard = augmented(shard) if augments_first else shard
+        if augments_first:
+            parts = run_micro_batches(augmented, shard, micro_batches)
+            shard = tf.nest.map_structure(lambda *tensors: tf.concat(tensors, 0), *parts)
         return xla_compiled(on_shard, state.jit_compile)(shard, weights, old_values)
 
     return tower_fn
@@ -332,7 +334,7 @@ class StepRunner:
         return self._kind(step) not in self.traced
 
     def trace(self, step: int, batch: Batch, stop_signal: int | None) -> tf.types.experimental.ConcreteFunction:
-        """Trace and compile a step without running it. The arguments are those of `start`."""
+        """Trace a step without running it. The arguments are those of `start`."""
         return self.train_step.get_concrete_function(**self._arguments(step, batch, stop_signal))
 
     def start(self, step: int, batch: Batch, stop_signal: int | None, keep_gradients: bool) -> list[FinishedStep]:

@@ -21,14 +21,16 @@ def test_seconds_by_phase_and_images_per_second(spend):
         timer.end_phase(phase)
         spend(2)
         timer.end_step(100, is_traced)
+        spend(0.5)
+        timer.end_phase("report")
     spend(7)
     timer.end_phase("evaluate")
     assert timer.metadata() == {
-        "seconds": {"compile": 52, "input": 2, "train": 7, "evaluate": 7, "save": 1}, "images": 500,
+        "seconds": {"compile": 52, "input": 2, "train": 7, "report": 1.5, "evaluate": 7, "save": 1}, "images": 500,
     }  # fmt: skip
-    assert timer.images_per_sec() == 500 / 9 and training_seconds(timer.seconds) == 61
-    assert timer.recent_rates() == pytest.approx((200 / 6, 2 / 6))
-    assert timer.summary() == {"seconds": dict(timer.seconds), "images_per_sec": 500 / 9}
+    assert timer.images_per_sec() == 500 / 10.5 and training_seconds(timer.seconds) == 62.5
+    assert timer.recent_rates() == pytest.approx((200 / 7, 2 / 7))  # with the logging before each of both steps
+    assert timer.summary() == {"seconds": dict(timer.seconds), "images_per_sec": 500 / 10.5}
 
 
 def test_rates_are_unknown_until_a_step_is_timed(spend):

@@ -5,6 +5,7 @@ import dataclasses
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from tensorflow.python.util import pywrap_xla_ops
 
 from cifar_towers.config import TrainConfig
@@ -31,8 +32,12 @@ def without_dropout(image_size, num_classes):
     return keras.Model(images, keras.layers.Dense(num_classes, kernel_regularizer="l2")(x))
 
 
-def darken(images, draws):
-    return images - draws[:, 0, None, None, None]
+def as_eager_code(images, draws):
+    """Darken images, and turn the part around, by an operation that XLA lacks."""
+    darkened = tf.numpy_function(
+        lambda images, draws: (images - draws)[::-1], [images, draws[:, :1, None, None]], tf.float32
+    )
+    return tf.ensure_shape(darkened, images.shape)
 
 
 def after_steps(towers, examples, precision="float32", **settings):
@@ -51,7 +56,7 @@ def after_steps(towers, examples, precision="float32", **settings):
         pytest.param(1, WHOLE | {"hard_example_pool": 32, "learning_rate": 0.002}, marks=pytest.mark.slow),
         pytest.param(2, EACH | {"micro_batches": 2}, marks=pytest.mark.slow),
         pytest.param(2, {"strategy": "mirrored"}, marks=pytest.mark.slow),
-        pytest.param(2, EACH | {"optimizer": "adamw", "augment": f"{__file__}:darken"}, marks=pytest.mark.slow),
+        (1, WHOLE | {"optimizer": "adamw", "augment": f"{__file__}:as_eager_code", "micro_batches": 2}),
     ],
 )
 def test_compiled_equals_not_compiled(towers, examples, count, settings):
