@@ -31,12 +31,15 @@ def test_batch_is_a_function_of_seed_and_step():
     assert not np.array_equal(first.at(3).draws.window, first.at(4).draws.window)
 
 
-def test_stream_starts_at_any_step():
-    batches = Batches(numbered(), 2, seed=0)
+@pytest.mark.parametrize("device", ["", "/CPU:1"])
+def test_stream_starts_at_any_step(device):
+    """Also if its batches are copied to another device ahead of their step."""
+    batches = Batches(numbered(), 2, seed=0, device=device)
     full = [batch.labels.numpy() for batch in batches.stream(0, 12)]
     tail = [batch.labels.numpy() for batch in batches.stream(7, 12)]
     np.testing.assert_array_equal(full[7:], tail)
     np.testing.assert_array_equal(full[7], batches.at(7).labels)
+    assert next(iter(batches.stream(0, 1))).images.device.endswith(device[1:] or "CPU:0")
 
 
 def test_flips_alternate_between_epochs_or_are_random_or_none():

@@ -32,6 +32,12 @@ def without_dropout(image_size, num_classes):
     return keras.Model(images, keras.layers.Dense(num_classes, kernel_regularizer="l2")(x))
 
 
+def without_norm(image_size, num_classes):
+    images = keras.Input((image_size, image_size, 3))
+    x = keras.layers.Flatten()(keras.layers.Conv2D(8, 5, 4, activation="silu")(images))
+    return keras.Model(images, keras.layers.Dense(num_classes)(x))
+
+
 def as_eager_code(images, draws):
     """Darken images, and turn the part around, by an operation that XLA lacks."""
     darkened = tf.numpy_function(
@@ -67,6 +73,20 @@ def test_compiled_equals_not_compiled(towers, examples, count, settings):
         np.testing.assert_allclose(compiled[name], value, rtol=1e-3, atol=1e-3 * np.abs(value).max(), err_msg=name)
     assert of_compiled.updated and of_compiled.loss == pytest.approx(metrics.loss, rel=1e-4)
     assert of_compiled.gradient_norm == pytest.approx(metrics.gradient_norm, rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_compiled_towers_equal_one_not_compiled(towers, examples):
+    config = TrainConfig(model=f"{__file__}:without_norm", batch_size=24, learning_rate=0.05)
+    one, three = (
+        Run(towers(1), examples, config),
+        Run(towers(3), examples, dataclasses.replace(config, jit_compile=True)),
+    )
+    for number in range(3):
+        losses = [run.step(number).loss for run in (one, three)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    for name, value in one.values("model.").items():
+        np.testing.assert_allclose(three.values("model.")[name], value, atol=1e-3 * np.abs(value).max(), err_msg=name)
 
 
 def traced(towers, examples, name, precision="float32", **settings):
