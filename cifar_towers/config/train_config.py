@@ -435,7 +435,7 @@ CONFLICTS: tuple[tuple[Callable[[TrainConfig], Any], str], ...] = (  # (conditio
     ),
     (
         lambda c: c.jit_compile and (c.batch_statistics == "synchronized" or c.strategy == "stages"),
-        "jit_compile cannot compile batch_statistics=synchronized and strategy=stages; leave it",
+        "jit_compile cannot compile batch_statistics=synchronized or strategy=stages; leave it",
     ),
     (
         lambda c: c.strategy != "towers" and c.variable_placement not in ("", "cpu"),
