@@ -22,7 +22,6 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import NUM_OWN_DRAWS, Batches
 from cifar_towers.data.dataset import DatasetInfo, Split, chunks
 from cifar_towers.errors import UsageError
-from cifar_towers.hardware import xla_runs
 from cifar_towers.models import MODELS, WEIGHT_DECAYS, user_model
 from cifar_towers.models.layers import synchronize
 from cifar_towers.models.speednet import whitening_kernel
@@ -195,8 +194,6 @@ def make_training(
     Raises:
       UsageError: the machine or the model does not allow this.
     """
-    if config.jit_compile and not xla_runs():
-        raise UsageError("jit_compile: TensorFlow's XLA cannot compile for these GPUs; leave it")
     placement = resolve_placement(config, towers)
     beside_all = len(towers) == 1 and (placement != "cpu" or towers[0].device == HOST)  # the only tower, all variables
     compiles_whole = config.jit_compile and beside_all and not augmentation.own

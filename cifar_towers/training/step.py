@@ -258,7 +258,7 @@ def copy_to_host(metrics: StepMetrics) -> StepMetrics:
 
 def compile_whole(update: Update) -> Update:
     """Return an update as one function compiled by XLA. All its variables must be on one device, that of its tower."""
-    compiled = tf.function(update, autograph=False, jit_compile=True)
+    compiled = xla_compiled(update, jit_compile=True)
     return lambda batch, learning_rates, image_size=0: copy_to_host(compiled(batch, learning_rates, image_size))
 
 
