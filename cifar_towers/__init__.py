@@ -23,7 +23,7 @@ if "tensorflow" not in sys.modules:
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # GPUs are numbered as in nvidia-smi
 elif "TF_ENABLE_ONEDNN_OPTS" not in os.environ:
     logging.getLogger(__name__).warning(
-        "TensorFlow was imported before cifar_towers: on a CPU without AVX-512 VNNI it is half as fast and gives other "
+        "TensorFlow was imported before cifar_towers: on a CPU without AVX-512 VNNI it is slower and gives other "
         "weights; import cifar_towers first, or set TF_ENABLE_ONEDNN_OPTS=1"
     )
 

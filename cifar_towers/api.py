@@ -107,8 +107,8 @@ def train_run(
         from cifar_towers import trainer
         from cifar_towers.reporting.run_logger import Callbacks
 
-        told = Callbacks(callbacks, Run(directory.path))
-        return trainer.train(config, source, directory, signals, cluster, told, timer)
+        of_run = Callbacks(callbacks, Run(directory.path))
+        return trainer.train(config, source, directory, signals, cluster, of_run, timer)
 
 
 def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def run_benchmark(config: BenchmarkConfig, training_command: Sequence[str]) -> N
 
 
 def make_cases(config: BenchmarkConfig, num_gpus: int) -> list[BenchmarkCase]:
-    """Return every variable placement and `mirrored`, for each number of towers; on GPUs with and without XLA.
+    """Return the placements and strategies to compare, for each number of towers; on GPUs with and without XLA.
 
     By default the numbers of towers are 1, 2, 4 and so on up to all GPUs, or 1 and 2 on a CPU, if they can divide the
     batch evenly. One tower on a CPU has only one placement.

@@ -1,7 +1,7 @@
 """Exceptions that end a run, with the exit code of each, and the words of messages: names and counts.
 
 Every error here carries one line for the user: what is wrong, why, what to type.
-Only other exceptions, which are bugs, show a traceback; they exit with 1.
+Other exceptions show a traceback, and exit with 1.
 """
 
 from collections.abc import Sequence

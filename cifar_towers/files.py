@@ -21,7 +21,7 @@ CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl
 RESULT, REPORT = "result.json", "report.html"
 MISTAKES, CONFUSION = "mistakes.png", "confusion.png"
 LOCK = ".lock"  # locked by the process that writes the run
-EVENT_DIRECTORIES = re.compile(r"train|eval|result|tower_\d+")  # of TensorBoard's event files
+EVENT_DIRECTORIES = re.compile("train|eval")  # of TensorBoard's event files
 EVENT_FILES = "events.out.tfevents.*"
 WRITTEN = re.compile(
     "|".join(map(re.escape, (CONFIG, ENVIRONMENT, METRICS, RESULT, REPORT, MISTAKES, CONFUSION)))

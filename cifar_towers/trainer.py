@@ -32,7 +32,7 @@ from cifar_towers.training.diagnostics import MAX_SKIPPED_STEPS, Health, StepDia
 from cifar_towers.training.distributed_step import towers_here
 from cifar_towers.training.step import FinishedStep, StepRunner
 
-AGAIN = "the same command resumes, without --overwrite"  # how messages end
+HOW_TO_RESUME = "the same command resumes, without --overwrite"  # how messages end
 
 
 def train(
@@ -158,7 +158,7 @@ def finish(step: int, saved: bool, run: "Training") -> dict:
     }
     run.logger.log_result(result)
     if not saved and not run.save_now(step):  # a last attempt: evaluation took a while
-        raise RunError(f"step {step}, the last, could not be saved; make room, then {AGAIN}")
+        raise RunError(f"step {step}, the last, could not be saved; make room, then {HOW_TO_RESUME}")
     run.logger.write_result(result)
     return result
 
@@ -304,8 +304,8 @@ class Training:
     def start_step(self, step: int, batch: Batch) -> list[FinishedStep]:
         """Start the update that makes `step` into `step + 1`; return the steps whose metrics have arrived.
 
-        Usually the metrics of a step arrive with the next call. They arrive at once on a cluster, while steps are
-        profiled, or before a summary, an evaluation, a checkpoint or the end of an epoch.
+        Usually the metrics of a step arrive with the next call. They arrive at once on a cluster, in a run with
+        --profile_steps, or before a summary, an evaluation, a checkpoint or the end of an epoch.
         """
         self._was_slow = needs_compilation = self.step_runner.needs_compilation(step)
         self.timer.end_phase("compile" if needs_compilation else "input")
@@ -440,7 +440,7 @@ class Training:
         saved = self.save_now(step, wait=True)
         if self.callbacks.error:
             if saved:
-                self.log(f"a callback failed; saved step {step}: {AGAIN}")
+                self.log(f"a callback failed; saved step {step}: {HOW_TO_RESUME}")
             return self.callbacks.error
         outcome = f"saved step {step}" if saved else self.describe_latest()
-        return Interrupted(self.stop_signal, f"{outcome}: {AGAIN}")
+        return Interrupted(self.stop_signal, f"{outcome}: {HOW_TO_RESUME}")

@@ -5,9 +5,9 @@
   compare_frameworks.py --nets=resnet20 --frameworks=ours,keras    some of them
 
 Each measurement is a process of its own. Every round takes all frameworks in another order. Ours is a training, with
-input, augmentation and the recipe's optimizer; ours-xla adds --jit_compile, with the variables on the GPU. The others
-are bare steps of the same net and batch with momentum SGD (scripts/peers.py), on all cores or on the first GPU: keras
-is Keras `fit` as TensorFlow comes, keras-onednn has TF_ENABLE_ONEDNN_OPTS=1, which ours has too.
+input, augmentation and the recipe's optimizer; ours-xla adds --jit_compile. The others are bare steps of the same net
+and batch with momentum SGD (scripts/peers.py), on all cores or on the first GPU: keras is Keras `fit` as TensorFlow
+comes, keras-onednn has TF_ENABLE_ONEDNN_OPTS=1, which ours has too.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def rate_of_ours(net: str, precision: str, jit_compile: bool) -> float:
     flags = [f"--recipe={recipe}", f"--crop={crop}", "--image_size_schedule=", f"--batch_size={batch_size}"]
     flags += ["--dataset=auto", f"--precision={precision}"]
     config = short_training(parse_command_line(TrainConfig, flags), on_gpus=HAS_GPU)
-    case = BenchmarkCase(0, "towers", "round_robin" if jit_compile else "", jit_compile)
+    case = BenchmarkCase(0, "towers", "", jit_compile)
     with tempfile.TemporaryDirectory() as directory:
         return visit(config, case, [sys.executable, str(REPOSITORY / "scripts/train.py")], Path(directory))[0]
 

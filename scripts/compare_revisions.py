@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cifar_towers import files
 from cifar_towers.errors import RunError
-from cifar_towers.hardware import tensorflow_imported
 from cifar_towers.inference.compare import COMPARED, compare_runs, record_key
 from cifar_towers.reporting.records import read_records
 
@@ -63,8 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"comparing {args.first[:12]} with {args.second[:12]}", flush=True)
         keep = args.keep or Path(directory, "runs")
         write_images(keep / "images")
-        with tensorflow_imported():
-            same = [compare_run(name, *worktrees, keep) for name in args.runs]
+        same = [compare_run(name, *worktrees, keep) for name in args.runs]
     return 0 if all(same) else 1
 
 
@@ -88,18 +86,12 @@ def resolve_commit(revision: str) -> str:
         return git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
     except subprocess.CalledProcessError:
         raise argparse.ArgumentTypeError(f"{revision!r} is not a revision of {REPOSITORY}") from None
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"git cannot be started: {error.strerror}; install it") from None
 
 
 @contextlib.contextmanager
 def check_out(worktree: Path) -> Iterator[None]:
     """Check out the commit that a worktree has its name from. The worktree is removed at the end."""
-    try:
-        git("worktree", "add", "--detach", str(worktree), worktree.name)
-    except subprocess.CalledProcessError as error:
-        reason = (error.stderr.strip() or "no message").splitlines()[-1]
-        sys.exit(f"compare_revisions.py: {worktree.name[:12]} cannot be checked out: {reason}")
+    git("worktree", "add", "--detach", str(worktree), worktree.name)
     try:
         yield
     finally:
@@ -179,7 +171,7 @@ def write_images(root: Path) -> None:
 def git(*arguments: str) -> str:
     """Run git, and return what it prints, without the end of the line."""
     command = ["git", "-C", str(REPOSITORY), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.rstrip()
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.rstrip()
 
 
 if __name__ == "__main__":

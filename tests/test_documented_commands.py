@@ -126,6 +126,12 @@ def test_predictions_become_a_table(runs, here, capsys):
 
 
 @pytest.mark.slow
+def test_example_from_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block_with("import cifar_towers"), "training.md", "exec"), {})
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("command", TRAINED)
 def test_command_trains_a_step(command, runs, here, tmp_path):
     data = [] if "--dataset=" in command else PHOTOS

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LOG = sorted((ROOT / "docs/log").glob("*.md"))
 README, PAGES = FILES[0].read_text(), "".join(path.read_text() for path in FILES)
-# flags of docker, sbatch and tensorboard, to a hyphen
-OTHERS = {"build", "job", "logdir"}
+# flags of sbatch and tensorboard, to a hyphen
+OTHERS = {"job", "logdir"}
 CONFIGS = {name: config_class for name, (_, config_class) in PROGRAMS.items()}
 
 MODULES = [

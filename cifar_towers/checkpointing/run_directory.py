@@ -141,8 +141,6 @@ def _check_is_run(path: Path, overwrite: bool) -> None:
     names = {each.name for each in path.iterdir() if not each.name.startswith(".")}
     others = sorted(name for name in names if not files.belongs_to_run(name))
     has_checkpoints = any(name.startswith("step-") for name in names)
-    if "checkpoints" in names and not overwrite:
-        raise UsageError(f"{path} is a run of an earlier format, which cannot be read; give another --train_dir")
     if others and not (files.METRICS in names or has_checkpoints):
         raise UsageError(f"train_dir={path} holds {others[0]}, which is of no run; give another --train_dir")
     if files.RESULT in names and not has_checkpoints and not overwrite:

@@ -49,9 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RunError, Interrupted) as error:
         print(error_line(error), file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again when it exits
-        return RunError.exit_code
 
 
 def call(name: str, flags: Sequence[str]) -> int:
@@ -66,9 +63,7 @@ def call(name: str, flags: Sequence[str]) -> int:
     config: Any = parse_command_line(config_class, flags, inspect.cleandoc(str(program.__doc__)))
     if isinstance(config, programs.TrainedRunConfig):
         load_run(config.train_dir)  # is refused before TensorFlow is imported
-    code = program(config)
-    sys.stdout.flush()
-    return code or 0
+    return program(config) or 0
 
 
 class StderrHandler(logging.StreamHandler):
@@ -204,10 +199,9 @@ def compare_runs(config: programs.CompareConfig) -> int:
 
     cifar-towers compare-runs runs/one runs/other
     """
-    with tensorflow_imported():
-        from cifar_towers.inference import compare
+    from cifar_towers.inference import compare
 
-        same, text = compare.compare_runs(*map(Path, config.runs))
+    same, text = compare.compare_runs(*map(Path, config.runs))
     print(text)
     return 0 if same else RunError.exit_code
 
@@ -313,8 +307,8 @@ def parse_command_line(config_class: type[Config], arguments: Sequence[str], des
       UsageError: stray arguments, unknown flags, or values of a wrong type, out of range or in conflict.
     """
     fields = flag_settings(config_class)
-    if asked := {"-h", "--help", "--helpfull"}.intersection(arguments):
-        print(help_text(fields, description, is_full="--helpfull" in asked))
+    if {"-h", "--help", "--helpfull"}.intersection(arguments):
+        print(help_text(fields, description, is_full="--helpfull" in arguments))
         sys.exit(0)
     values = _define(fields)
     try:

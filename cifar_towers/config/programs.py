@@ -157,9 +157,7 @@ class BenchmarkConfig(TrainConfig):
     towers: str = _benchmark(
         "", "numbers of towers, e.g. 1,2,4; default: 1 to all GPUs by doubling, or 1 and 2 without GPUs"
     )
-    minutes: float = _benchmark(
-        20.0, "time in minutes after which no further round begins; one round is always made", low=0
-    )
+    minutes: float = _benchmark(20.0, "time in minutes by which the rounds end, though one is always made", low=0)
 
     def __post_init__(self):
         super().__post_init__()

@@ -167,7 +167,7 @@ class TrainConfig(DeviceConfig):
     )
     variable_placement: str = _towers.free(
         "",
-        "device of the towers' shared variables; empty: cpu, or round_robin for the speednets on GPUs",
+        "device of the towers' shared variables; empty: cpu; on GPUs round_robin for speednets and --jit_compile",
         choices=("cpu", "round_robin", "least_loaded"),
     )
     batch_statistics: str = _towers.recipe(
@@ -180,7 +180,7 @@ class TrainConfig(DeviceConfig):
         1, "gradient accumulation: number of parts in which each tower computes its share of the batch", low=1
     )
     jit_compile: bool = _towers.free(
-        False, "compile each tower's forward and backward pass and the update by XLA, for GPUs", per_run=True
+        False, "compile each tower's forward and backward pass and the update by XLA, for GPUs"
     )
     log_device_placement: bool = _towers.free(
         False, "logged device of each variable and tower", per_worker=True, per_run=True

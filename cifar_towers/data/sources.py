@@ -61,7 +61,7 @@ def find(dataset: str, data_dir: str = "") -> Source:
 def load(source: Source, validation_examples: int = 0, image_size: int = CIFAR10.image_size) -> Dataset:
     """Return the data set of a source in images of this size.
 
-    The validation split is the source's own, unless `validation_examples` are held out of train.
+    The validation split is that of own data, unless `validation_examples` are held out of train.
 
     Raises:
       DataError: the data cannot be read or are damaged.

@@ -53,9 +53,9 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, str]:
 
 def _describe_changes(noun: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return a line with the values that differ, or none."""
-    ours, theirs = (flatten(values, INCIDENTAL) for values in (one, other))
-    differing = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
-    changes = [f"{key} {_as_text(ours.get(key))} -> {_as_text(theirs.get(key))}" for key in differing]
+    first, second = (flatten(values, INCIDENTAL) for values in (one, other))
+    differing = [key for key in sorted({*first, *second}) if first.get(key) != second.get(key)]
+    changes = [f"{key} {_as_text(first.get(key))} -> {_as_text(second.get(key))}" for key in differing]
     return [f"{noun} differ: {', '.join(changes)}"] if changes else []
 
 
@@ -65,11 +65,11 @@ def _as_text(value: Any) -> str:
 
 def _compare_records(noun: str, names: tuple[str, ...], *records: list[dict[str, Any]]) -> Finding | None:
     """Find the last common step with equal records, and the first step that differs."""
-    ours, theirs = ({record_key(record): record for record in of_run} for of_run in records)
-    common = sorted(ours.keys() & theirs.keys())
+    first, second = ({record_key(record): record for record in of_run} for of_run in records)
+    common = sorted(first.keys() & second.keys())
     for step, score in common:
-        pairs = {name: (ours[step, score].get(name), theirs[step, score].get(name)) for name in names}
-        differing = [f"{name} {a} and {b}" for name, (a, b) in pairs.items() if repr(a) != repr(b)]  # NaN equals NaN
+        pairs = {name: (first[step, score].get(name), second[step, score].get(name)) for name in names}
+        differing = [f"{name} {a} and {b}" for name, (a, b) in pairs.items() if a != b]
         if differing:
             before = [earlier for earlier, _ in common if earlier < step]
             since = f" (same until step {before[-1]})" if before else ""
@@ -89,19 +89,19 @@ def _compare_checkpoints(*runs: Run) -> Finding | None:
     paths = [{path.name: path for path in list_checkpoints(run.directory)} for run in runs]
     common = [name for name in paths[0] if name in paths[1]]
     for name in common:
-        ours, theirs = (read_checkpoint(of_run[name])[0] for of_run in paths)
-        shapes, other_shapes = ({(k, v.shape, v.dtype) for k, v in values.items()} for values in (ours, theirs))
+        first, second = (read_checkpoint(of_run[name])[0] for of_run in paths)
+        shapes, other_shapes = ({(k, v.shape, v.dtype) for k, v in values.items()} for values in (first, second))
         if unmatched := sorted({key for key, *_ in shapes ^ other_shapes}):
             return False, f"weights: from {name}: other variables, among them {', '.join(unmatched[:3])}"
         distances = {  # the largest difference over the largest value
-            key: np.abs(value.astype(np.float64) - theirs[key]).max() / max(float(np.abs(value).max()), 1e-300)
-            for key, value in ours.items()
-            if value.tobytes() != theirs[key].tobytes()  # -0.0 differs from 0.0
+            key: np.abs(value.astype(np.float64) - second[key]).max() / max(float(np.abs(value).max()), 1e-300)
+            for key, value in first.items()
+            if value.tobytes() != second[key].tobytes()  # -0.0 differs from 0.0
         }
         if distances:
             differing = sorted(distances, key=lambda key: -distances[key])
             largest = ", ".join(f"{key} ({distances[key]:.1e})" for key in differing[:3])
-            summary = f"from {name}: {len(differing)} of {len(ours)} variables"
+            summary = f"from {name}: {len(differing)} of {len(first)} variables"
             return False, f"weights: {summary}; largest relative differences: {largest}"
     return (True, f"weights: same at {', '.join(common)}") if common else None
 
@@ -111,6 +111,6 @@ def _compare_last_weights(*runs: Run) -> Finding:
     if not all(run.finished for run in runs) or runs[0].step != runs[1].step:
         states = ", ".join(f"{run.directory} is {run.state} at step {run.step}" for run in runs)
         return None, f"{states}: only the common part is compared"
-    ours, theirs = (run.result["weights_sha256"] for run in runs if run.result)
-    summary = f"same, sha256 {ours[:16]}" if ours == theirs else f"sha256 {ours[:16]} and {theirs[:16]}"
-    return ours == theirs, f"weights after step {runs[0].step}: {summary}"
+    first, second = (run.result["weights_sha256"] for run in runs if run.result)
+    summary = f"same, sha256 {first[:16]}" if first == second else f"sha256 {first[:16]} and {second[:16]}"
+    return first == second, f"weights after step {runs[0].step}: {summary}"

@@ -13,7 +13,7 @@ from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_checkpoi
 from cifar_towers.checkpointing.run_directory import assign
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import ComputeConfig, PredictConfig, TrainedRunConfig
-from cifar_towers.config.train_config import code_digests, names_with
+from cifar_towers.config.train_config import code_digests
 from cifar_towers.data import image_files
 from cifar_towers.data.dataset import DatasetInfo
 from cifar_towers.errors import DataError, UsageError, printable
@@ -54,8 +54,6 @@ class TrainedModel:
     def __init__(self, config: TrainedRunConfig):
         self.run = load_run(config.train_dir)
         checkpoint = find_checkpoint(self.run.directory, config.step)
-        if unknown := sorted(self.run.config.keys() - names_with(TrainConfig)):
-            raise UsageError(f"{self.run.directory} has the setting {unknown[0]}, of another version of cifar_towers")
         settings = TrainConfig(**self.run.config)
         if settings.user_model and not config.model:
             raise UsageError(

@@ -138,7 +138,7 @@ def _cell(value: Any) -> str:
 
 
 class Group(NamedTuple):
-    """Runs that differ only in the seed, one of each seed."""
+    """Runs with the same settings, data and code of the user's, one of each seed."""
 
     name: str
     runs: list[Run]

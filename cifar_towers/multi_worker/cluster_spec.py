@@ -56,11 +56,11 @@ class Workers:
           UsageError: naming the first worker and the first value that differ; the same on all workers.
         """
         expected, *others = self.gather(dict(values))
-        for worker, theirs in enumerate(others, 1):
+        for worker, other in enumerate(others, 1):
             for name, value in expected.items():
-                if theirs.get(name) != value:
+                if other.get(name) != value:
                     raise UsageError(
-                        f"{self.name(worker)} has {name} {theirs.get(name)}, worker 0 has {value}; "
+                        f"{self.name(worker)} has {name} {other.get(name)}, worker 0 has {value}; "
                         "give all workers the same"
                     )
 

@@ -187,9 +187,11 @@ class RunLogger:
             scalars |= {"proxy/loss": metrics.proxy.loss, "proxy/accuracy": metrics.proxy.accuracy}
         if diagnostics:
             scalars |= memory_usage(self.setup.local_towers)
+            if len(self.setup.step_towers) > 1:
+                scalars |= tower_scalars(record)
         self.tensorboard.write(TRAIN, step, {tag: value for tag, value in scalars.items() if value is not None})
-        if diagnostics:
-            self._write_diagnostics(step, diagnostics, record["towers"], bool(metrics.updated))
+        if diagnostics and metrics.updated and not self.quiet:
+            self._write_diagnostics(step, diagnostics)
 
     def log_epoch(self, step: int, rates: Mapping[str, float], scores: Sequence[dict]) -> None:
         """Print the means over an epoch, or its part in this process, and the scores at its end."""
@@ -274,14 +276,8 @@ class RunLogger:
                 files.write_json(self.directory / name, content)
                 del self._unwritten[name]
 
-    def _write_diagnostics(
-        self, step: int, diagnostics: StepDiagnostics, towers: Mapping[str, list[float]], updated: bool
-    ) -> None:
-        """Write a summary step's tower scalars, images and histograms; of a skipped step only the scalars."""
-        if len(self.setup.step_towers) > 1:
-            self.tensorboard.write_tower_scalars(step, {f"towers/{key}": values for key, values in towers.items()})
-        if not updated or self.quiet:
-            return
+    def _write_diagnostics(self, step: int, diagnostics: StepDiagnostics) -> None:
+        """Write the images and histograms of a summary step that was not skipped."""
         info = self.setup.dataset.info
         labels = [info.class_names[label] for label in diagnostics.labels]
         levels = denormalize(diagnostics.images, info if self.config.standardize == "dataset" else None)
@@ -363,9 +359,7 @@ class Callbacks:
     def step(self, step: int, record: Mapping[str, Any]) -> None:
         """Pass on a step's record of metrics.jsonl, as floats by name; a tower's values as `tower_0/loss`."""
         metrics = {name: float(value) for name, value in record.items() if isinstance(value, numbers.Real)}
-        for name, values in record.get("towers", {}).items():
-            metrics |= {f"tower_{tower}/{name}": value for tower, value in enumerate(values) if value is not None}
-        self._call_each("on_step", step, metrics)
+        self._call_each("on_step", step, metrics | tower_scalars(record))
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
         """Pass on an evaluation's record of metrics.jsonl."""
@@ -397,6 +391,12 @@ class Callbacks:
 
 
 # Values of records, and what environment.json says of the run and its machine -----------------------------------------
+
+
+def tower_scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the towers' values in a step's record, if any, by name: {"loss": [K]} as `tower_0/loss`, ..."""
+    named = record.get("towers", {}).items()
+    return {f"tower_{tower}/{name}": value for name, values in named for tower, value in enumerate(values)}
 
 
 def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:

@@ -1,11 +1,10 @@
-"""The event files of a run, for TensorBoard: training, evaluations, and a directory for each of several towers.
+"""The event files of a run, for TensorBoard: one directory of the training, one of its evaluations.
 
-The scalars of every tower have the same tags in a directory per tower, so that TensorBoard overlays them in one chart.
 A run that resumes writes the steps after its checkpoint again; TensorBoard then drops what it has read of them.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from tensorboard.plugins.hparams import summary_v2 as hparams_summary
 from cifar_towers import files
 from cifar_towers.training.diagnostics import StepDiagnostics
 
-TRAIN, EVAL = "train", "eval"  # beside one directory per tower
+TRAIN, EVAL = "train", "eval"
 NUM_BUCKETS = 30  # of a histogram, as in `tf.summary.histogram`
 HISTOGRAM = histogram_metadata.create_summary_metadata(None, None)
 
@@ -35,7 +34,7 @@ class TensorBoardWriter:
         TensorBoard shows the first settings that it reads of a run.
         """
         with self._best_effort:
-            for name in (TRAIN, EVAL, "tower_*"):
+            for name in (TRAIN, EVAL):
                 for path in self._train_dir.glob(f"{name}/{files.EVENT_FILES}"):
                     path.unlink()
             with self._writer(EVAL).as_default(0):
@@ -67,11 +66,6 @@ class TensorBoardWriter:
         graph.ClearField("library")
         with self._best_effort, self._writer(TRAIN).as_default(0):
             tf.summary.graph(graph)
-
-    def write_tower_scalars(self, step: int, scalars: Mapping[str, Sequence[float]]) -> None:
-        """Write the scalars of each of several towers: {tag: [K]}."""
-        for index, values in enumerate(zip(*scalars.values(), strict=True)):
-            self.write(f"tower_{index}", step, dict(zip(scalars, values, strict=True)))
 
     def write_diagnostics(self, step: int, picture: np.ndarray, diagnostics: StepDiagnostics) -> None:
         """Write a picture of the input, layers' outputs with their sparsity, weights, and mean gradients."""

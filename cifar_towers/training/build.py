@@ -232,9 +232,9 @@ def make_training(
 
 
 def resolve_placement(config: TrainConfig, towers: Sequence[Tower]) -> str:
-    """Return the variable placement of a run: the config's, or the default for its model and devices."""
-    is_large = config.model in SPEEDNETS  # its update is too much work for the host of GPUs
-    return config.variable_placement or ("round_robin" if is_large and on_gpus(towers) else "cpu")
+    """Return the variable placement of a run: the config's, or the default for its model, devices and `jit_compile`."""
+    by_gpus = config.model in SPEEDNETS or config.jit_compile  # the update of a speednet is too much for their host
+    return config.variable_placement or ("round_robin" if by_gpus and on_gpus(towers) else "cpu")
 
 
 def proxy_config(config: TrainConfig) -> TrainConfig:

@@ -12,21 +12,21 @@ pytestmark = pytest.mark.browser
 
 LAST_STEP, NUM_DIAGNOSTICS, NUM_EVALUATIONS = 30, 6, 2  # of the run
 FINAL = "test/ema_tta2"  # only in the last evaluation
-TRAIN, EVAL, TOWERS = "small/train", "small/eval", ("small/tower_0", "small/tower_1")
+TRAIN, EVAL = "small/train", "small/eval"
 FIRST_SCREEN = {"accuracy": TRAIN, "accuracy/test/ema": EVAL}  # the first cards of TIME SERIES
-SCALARS = {  # tag: (runs, minimum number of points)
-    "loss": ([TRAIN], LAST_STEP),
-    "accuracy": ([TRAIN], LAST_STEP),
-    "losses/cross_entropy": ([TRAIN], LAST_STEP),
-    "losses/cross_entropy (raw)": ([TRAIN], LAST_STEP),
-    "losses/total_loss": ([TRAIN], LAST_STEP),
-    "learning_rate/kernels": ([TRAIN], LAST_STEP),
-    "health/gradient_norm": ([TRAIN], LAST_STEP),
-    "speed/images_per_sec": ([TRAIN], LAST_STEP - 5),
-    "towers/loss": (TOWERS, NUM_DIAGNOSTICS),
-    "towers/cosine": (TOWERS, NUM_DIAGNOSTICS),
-    "accuracy/test/ema": ([EVAL], NUM_EVALUATIONS),
-    f"accuracy/{FINAL}": ([EVAL], 1),
+SCALARS = {  # tag: minimum number of points
+    "loss": LAST_STEP,
+    "accuracy": LAST_STEP,
+    "losses/cross_entropy": LAST_STEP,
+    "losses/cross_entropy (raw)": LAST_STEP,
+    "losses/total_loss": LAST_STEP,
+    "learning_rate/kernels": LAST_STEP,
+    "health/gradient_norm": LAST_STEP,
+    "speed/images_per_sec": LAST_STEP - 5,
+    "tower_0/loss": NUM_DIAGNOSTICS,
+    "tower_1/cosine": NUM_DIAGNOSTICS,
+    "accuracy/test/ema": NUM_EVALUATIONS,
+    f"accuracy/{FINAL}": 1,
 }
 IMAGES = {"confusion/test": EVAL, "mistakes/test": EVAL, "input/augmented": TRAIN}
 HISTOGRAMS = ["activations/group1_gelu1", "activations/logits"]
@@ -50,9 +50,9 @@ def test_time_series(show, expect):
 
 def test_scalars(show, expect):
     page = show("scalars", SCALARS)
-    for tag, (runs, points) in SCALARS.items():
+    for tag, points in SCALARS.items():
         lines = _card(page, "tf-scalar-card", tag).locator(".line-plot:not(.ghost) path.line")
-        _expect_paths(expect, lines, len(runs), max(1, 3 * points // 4))  # what lies outside the chart is cropped
+        _expect_paths(expect, lines, 1, max(1, 3 * points // 4))  # what lies outside the chart is cropped
 
 
 def test_images(show, expect, run):

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import re
 import signal
 import subprocess
@@ -151,11 +150,3 @@ def test_workers_train_the_default_recipe(monkeypatch):
     monkeypatch.setattr(main.launcher, "launch", lambda command, *others: commands.append(command) or 0)
     assert call(monkeypatch, "launch", "--num_workers=2") == 0
     assert commands == [[sys.executable, "-m", "cifar_towers", "train"]]  # the program then chooses the recipe
-
-
-def test_a_closed_pipe_ends_a_program_in_silence(tmp_path):
-    reader, writer = os.pipe()
-    os.close(reader)
-    code, _, err = finish(start("runs", f"--runs_dir={tmp_path}", stdout=writer))
-    os.close(writer)
-    assert code == 1 and not err

@@ -61,7 +61,6 @@ def here(run, tmp_path, monkeypatch):
         Path(path).write_text("no picture")
     Path("unsaved/config.json").write_text("{}")
     copy_of(run, "whole", ema_decay=0.0)
-    copy_of(run, "old", goodput=1)
     copy_of(run, "moved", augment="nowhere.py:own")
 
 
@@ -122,7 +121,6 @@ def test_predictions_are_those_of_the_model_with_averaged_weights(run, here, cap
         (lambda run: evaluated("unsaved"), UsageError, "unsaved"),
         (lambda run: evaluated("whole", weights="ema"), UsageError, "--weights=raw"),
         (lambda run: evaluated(run, model="resnet20"), UsageError, "another model"),
-        (lambda run: evaluated("old"), UsageError, "goodput"),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name(run, here, use, error, named):

@@ -1,14 +1,11 @@
-"""Clusters from flags, TF_CONFIG, Slurm's variables and the job on Kubernetes."""
+"""Clusters from flags, TF_CONFIG and Slurm's variables."""
 
 import json
 import os
-import subprocess
-import textwrap
-from pathlib import Path
 
 import pytest
 
-from cifar_towers.cli.main import parse_command_line, resolve_cluster
+from cifar_towers.cli.main import resolve_cluster
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import UsageError
 from cifar_towers.multi_worker.cluster_spec import Workers
@@ -68,17 +65,3 @@ def test_cluster_from_slurm(monkeypatch, node, place, index):
 def test_invalid_cluster_is_refused(settings, named):
     with pytest.raises(UsageError, match=named):
         resolved({}, **settings)
-
-
-def test_the_job_on_kubernetes_makes_a_cluster_of_any_small_number_of_workers(tmp_path):
-    """Run the container's shell script with a program in place of the command that prints its arguments."""
-    job = (Path(__file__).parents[2] / "docs/cluster/job.yaml").read_text()
-    script = textwrap.dedent(job.partition("- |\n")[2].partition("          ports:")[0])
-    (tmp_path / "cifar-towers").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "cifar-towers").chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WORKERS": "6", "JOB_COMPLETION_INDEX": "1"}
-    out = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=True).stdout
-    launcher, _, flags = out.partition("\n--\n")
-    assert launcher.splitlines()[0] == "launch"
-    addresses = tuple(f"cifar-towers-{index}.cifar-towers:5000" for index in range(6))
-    assert resolve_cluster(parse_command_line(TrainConfig, flags.splitlines()), {}) == Workers(addresses, 1)

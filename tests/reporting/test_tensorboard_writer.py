@@ -18,12 +18,10 @@ def test_image_and_scalars_are_read_back(tmp_path):
     shown = np.random.default_rng(0).integers(0, 256, (4, 7, 3), np.uint8)
     writer = TensorBoardWriter(tmp_path)
     writer.write("eval", 5, {"losses/total_loss (raw)": 0.5}, {"mistakes/test": shown})
-    writer.write_tower_scalars(6, {"towers/loss": [0.5, 0.25]})
     events = events_of(tmp_path / "eval")
     assert tensors_of(events, "losses/total_loss (raw)") == {5: 0.5}
     width, height, png = tensors_of(events, "mistakes/test")[5]
     assert (width, height) == (b"7", b"4") and np.array_equal(tf.io.decode_png(png), shown)
-    assert [tensors_of(events_of(tmp_path / f"tower_{k}"), "towers/loss") for k in (0, 1)] == [{6: 0.5}, {6: 0.25}]
 
 
 def test_a_run_has_its_settings_beside_its_result(tmp_path):

@@ -92,7 +92,7 @@ def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(tmp_path, ti
     evaluations = [(record["step"], record["weights"]) for record in records_of(tmp_path, "eval")]
     assert evaluations[-3:] == [(10, "ema"), (20, "raw"), (20, "ema")] and len(evaluations) == len(set(evaluations))
     assert list(tensors_of(events_of(tmp_path / "train"), "loss")) == list(range(1, 21))
-    of_towers = tensors_of(events_of(tmp_path / "tower_1"), "towers/loss")
+    of_towers = tensors_of(events_of(tmp_path / "train"), "tower_1/loss")
     assert [step for step in of_towers if step != 7] == [5, 10, 15, 20]  # 7: the last step of the first part
 
 

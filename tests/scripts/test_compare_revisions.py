@@ -1,9 +1,5 @@
 """The comparison of two revisions: what is found in their runs, and its flags."""
 
-import json
-from subprocess import CalledProcessError
-from unittest.mock import Mock
-
 import numpy as np
 import pytest
 
@@ -26,7 +22,7 @@ def compare(tmp_path, monkeypatch, capsys):
         for step, bias in enumerate(biases, start=1):
             values = {"kernel": np.ones((2, 3), "f4"), "bias": np.full(3, bias, "f4"), **variables}
             write_checkpoint(checkpoint_path(train_dir, step), values, {"step": step})
-        losses = {("train", 3): float("nan"), **dict(records)}
+        losses = {("train", 3): None, **dict(records)}  # NaN is null in JSON
         changed = [r | {"loss": losses.get((r["kind"], r["step"]), r["loss"])} for r in read_records(train_dir)]
         write_records(train_dir, changed)
         change(train_dir, "result.json", weights_sha256=sha256)
@@ -66,26 +62,10 @@ def test_first_step_that_differs_is_named_with_its_value(compare, changes, named
     assert not same and lines_with("\n".join(different), *named) == different
 
 
-@pytest.mark.parametrize(
-    ("record", "named"),
-    [
-        ({"kind": "start", "step": 0}, "no records"),
-        (EVALUATION | {"step": 1}, "no weights"),
-        ({"kind": "train", "step": 1, "learning_rate": 0.1}, "accuracy, gradient_norm, loss"),
-    ],
-)
-def test_run_without_its_values_is_an_error(tmp_path, record, named):
-    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(record)}\n")
-    (tmp_path / "result.json").write_text("{}")
-    with pytest.raises(RuntimeError, match=named):
+def test_a_record_without_a_value_that_is_compared_is_an_error(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "learning_rate": 0.1}\n')
+    with pytest.raises(RuntimeError, match="accuracy, gradient_norm, loss"):
         compare_revisions.list_contents(tmp_path)
-
-
-def test_a_failed_checkout_ends_with_the_last_line_of_git(tmp_path, monkeypatch):
-    failed = CalledProcessError(128, "git", stderr="Preparing worktree\nfatal: No space left on device\n")
-    monkeypatch.setattr(compare_revisions, "git", Mock(side_effect=failed))
-    with pytest.raises(SystemExit, match="abc .*fatal: No space left"), compare_revisions.check_out(tmp_path / "abc"):
-        pass
 
 
 def test_every_flag_of_the_runs_is_one_of_train():

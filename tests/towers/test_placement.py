@@ -8,6 +8,7 @@ import tensorflow as tf
 from cifar_towers.config import TrainConfig
 from cifar_towers.towers import Tower, placement_report, run_on_towers, variable_placement
 from cifar_towers.towers.placement import PLACEMENTS, pin_to_device
+from cifar_towers.training.build import resolve_placement
 
 
 def device_indices(variables):
@@ -40,6 +41,12 @@ def test_least_loaded_counts_bytes(towers):
 def test_the_flag_has_all_placements():
     (field,) = (field for field in dataclasses.fields(TrainConfig) if field.name == "variable_placement")
     assert field.metadata["choices"] == tuple(PLACEMENTS)
+
+
+def test_variables_are_on_gpus_by_default_if_their_update_is_large_or_compiled():
+    configs = [TrainConfig(model="cifarnet"), TrainConfig(model="cifarnet", jit_compile=True), TrainConfig()]
+    defaults = [resolve_placement(config, [Tower(0, "/GPU:0")]) for config in configs]
+    assert defaults == ["cpu", "round_robin", "round_robin"]
 
 
 def test_placement_report_lists_bytes_and_devices(towers):

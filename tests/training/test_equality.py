@@ -26,10 +26,9 @@ pytestmark = pytest.mark.gpu
 STEPS, BATCH, RATE, MOMENTUM, BOUND = 4, 48, 0.1, 0.9, 1e-4
 AUGMENTATION = Augmentation(shift=2, brightness=8.0)
 SOME = [("towers", "cpu", 1, 4), ("towers", "round_robin", 2, 1), ("towers", "least_loaded", 4, 1)]
-SOME += [("mirrored", "auto", 2, 1), ("mirrored", "auto", 2, 2)]
+SOME += [("mirrored", "", 2, 1), ("mirrored", "", 2, 2)]
 ALL = [("towers", "cpu", 1, 1), *(("towers", placement, count, 1) for placement in PLACEMENTS for count in (2, 4))]
-ALL += [("towers", "cpu", 2, 2), ("mirrored", "auto", 1, 4), ("mirrored", "hierarchical", 4, 1)]
-ALL += [("mirrored", "auto", count, 1) for count in (1, 2, 4)]
+ALL += [("towers", "cpu", 2, 2), ("mirrored", "", 1, 4), *(("mirrored", "", count, 1) for count in (1, 2, 4))]
 
 
 def small_net(synchronized=False):

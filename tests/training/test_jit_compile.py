@@ -13,14 +13,9 @@ from tests import operations
 from tests.configs import recipe
 from tests.training.runs import Run
 
-ALL_PARTS = {
-    "model": f"{__file__}:without_dropout",
-    "batch_size": 16,
-    "ema_decay": 0.9,
-    "lookahead": True,
-    "optimizer": "muon",
-}
-ALL_PARTS |= {"learning_rate": 0.02, "label_smoothing": 0.1, "brightness": 8.0, "cutout": 4, "weight_decay": 0.01}
+ALL_PARTS = {"model": f"{__file__}:without_dropout", "batch_size": 16, "ema_decay": 0.9, "lookahead": True}
+ALL_PARTS |= {"optimizer": "muon", "learning_rate": 0.02, "label_smoothing": 0.1, "weight_decay": 0.01}
+ALL_PARTS |= {"brightness": 8.0, "cutout": 4}
 WHOLE, EACH = {"variable_placement": "round_robin"}, {"variable_placement": "cpu"}
 
 
