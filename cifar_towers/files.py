@@ -21,7 +21,7 @@ CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl
 RESULT, REPORT = "result.json", "report.html"
 MISTAKES, CONFUSION = "mistakes.png", "confusion.png"
 LOCK = ".lock"  # locked by the process that writes the run
-EVENT_DIRECTORIES = re.compile("train|eval")  # of TensorBoard's event files
+EVENT_DIRECTORIES = ("train", "eval")  # of TensorBoard's event files
 EVENT_FILES = "events.out.tfevents.*"
 WRITTEN = re.compile(
     "|".join(map(re.escape, (CONFIG, ENVIRONMENT, METRICS, RESULT, REPORT, MISTAKES, CONFUSION)))
@@ -33,7 +33,7 @@ LOCK_PATIENCE_SECONDS = 0.5  # `is_locked` holds a lock for far less
 
 def belongs_to_run(name: str) -> bool:
     """Return whether a run writes a file or a directory of this name into its directory."""
-    return bool(WRITTEN.fullmatch(name) or EVENT_DIRECTORIES.fullmatch(name))
+    return name in EVENT_DIRECTORIES or bool(WRITTEN.fullmatch(name))
 
 
 def remove_run(directory: Path) -> None:
@@ -41,7 +41,7 @@ def remove_run(directory: Path) -> None:
     for path in directory.iterdir():
         if path.is_file() and WRITTEN.fullmatch(path.name):
             path.unlink()
-        elif path.is_dir() and EVENT_DIRECTORIES.fullmatch(path.name):
+        elif path.is_dir() and path.name in EVENT_DIRECTORIES:
             for event_file in path.glob(EVENT_FILES):
                 event_file.unlink()
             shutil.rmtree(path / "plugins" / "profile", ignore_errors=True)

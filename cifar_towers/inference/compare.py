@@ -69,7 +69,7 @@ def _compare_records(noun: str, names: tuple[str, ...], *records: list[dict[str,
     common = sorted(first.keys() & second.keys())
     for step, score in common:
         pairs = {name: (first[step, score].get(name), second[step, score].get(name)) for name in names}
-        differing = [f"{name} {a} and {b}" for name, (a, b) in pairs.items() if a != b]
+        differing = [f"{name} {a} and {b}" for name, (a, b) in pairs.items() if repr(a) != repr(b)]  # NaN equals NaN
         if differing:
             before = [earlier for earlier, _ in common if earlier < step]
             since = f" (same until step {before[-1]})" if before else ""

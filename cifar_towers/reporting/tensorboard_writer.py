@@ -15,7 +15,7 @@ from tensorboard.plugins.hparams import summary_v2 as hparams_summary
 from cifar_towers import files
 from cifar_towers.training.diagnostics import StepDiagnostics
 
-TRAIN, EVAL = "train", "eval"
+TRAIN, EVAL = files.EVENT_DIRECTORIES
 NUM_BUCKETS = 30  # of a histogram, as in `tf.summary.histogram`
 HISTOGRAM = histogram_metadata.create_summary_metadata(None, None)
 
@@ -34,7 +34,7 @@ class TensorBoardWriter:
         TensorBoard shows the first settings that it reads of a run.
         """
         with self._best_effort:
-            for name in (TRAIN, EVAL):
+            for name in files.EVENT_DIRECTORIES:
                 for path in self._train_dir.glob(f"{name}/{files.EVENT_FILES}"):
                     path.unlink()
             with self._writer(EVAL).as_default(0):

@@ -249,7 +249,7 @@ def make_step_metrics(
 
 
 def copy_to_host(metrics: StepMetrics) -> StepMetrics:
-    """Copy all metrics except gradients in the graph; otherwise reading would copy them from a GPU one by one."""
+    """Copy all metrics except gradients to the host in the graph; reading would copy them from a GPU one by one."""
     scalars = without_gradients(metrics)
     with tf.name_scope("metrics"), tf.device(HOST):
         copies = tf.nest.map_structure(lambda value: None if value is None else tf.identity(value), scalars)

@@ -22,7 +22,7 @@ def compare(tmp_path, monkeypatch, capsys):
         for step, bias in enumerate(biases, start=1):
             values = {"kernel": np.ones((2, 3), "f4"), "bias": np.full(3, bias, "f4"), **variables}
             write_checkpoint(checkpoint_path(train_dir, step), values, {"step": step})
-        losses = {("train", 3): None, **dict(records)}  # NaN is null in JSON
+        losses = {("train", 3): float("nan"), **dict(records)}
         changed = [r | {"loss": losses.get((r["kind"], r["step"]), r["loss"])} for r in read_records(train_dir)]
         write_records(train_dir, changed)
         change(train_dir, "result.json", weights_sha256=sha256)
@@ -62,9 +62,18 @@ def test_first_step_that_differs_is_named_with_its_value(compare, changes, named
     assert not same and lines_with("\n".join(different), *named) == different
 
 
-def test_a_record_without_a_value_that_is_compared_is_an_error(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "learning_rate": 0.1}\n')
-    with pytest.raises(RuntimeError, match="accuracy, gradient_norm, loss"):
+@pytest.mark.parametrize(
+    ("record", "named"),
+    [
+        ({"kind": "start", "step": 0}, "no records"),
+        (EVALUATION | {"step": 1}, "no weights"),
+        ({"kind": "train", "step": 1, "learning_rate": 0.1}, "accuracy, gradient_norm, loss"),
+    ],
+)
+def test_run_without_its_values_is_an_error(tmp_path, record, named):
+    write_records(tmp_path, [record])
+    (tmp_path / "result.json").write_text("{}")
+    with pytest.raises(RuntimeError, match=named):
         compare_revisions.list_contents(tmp_path)
 
 

@@ -73,10 +73,8 @@ def test_compiled_equals_not_compiled(towers, examples, count, settings):
 @pytest.mark.gpu
 def test_compiled_towers_equal_one_not_compiled(towers, examples):
     config = TrainConfig(model=f"{__file__}:without_norm", batch_size=24, learning_rate=0.05)
-    one, three = (
-        Run(towers(1), examples, config),
-        Run(towers(3), examples, dataclasses.replace(config, jit_compile=True)),
-    )
+    one = Run(towers(1), examples, config)
+    three = Run(towers(3), examples, dataclasses.replace(config, jit_compile=True))
     for number in range(3):
         losses = [run.step(number).loss for run in (one, three)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
