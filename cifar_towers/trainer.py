@@ -243,6 +243,7 @@ class Training:
         try:
             yield step
         finally:
+            self.step_runner.close()
             self.logger.close()
 
     def restore(self) -> int:
@@ -304,8 +305,8 @@ class Training:
     def start_step(self, step: int, batch: Batch) -> list[FinishedStep]:
         """Start the update that makes `step` into `step + 1`; return the steps whose metrics have arrived.
 
-        Usually the metrics of a step arrive with the next call. They arrive at once on a cluster, in a run with
-        --profile_steps, or before a summary, an evaluation, a checkpoint or the end of an epoch.
+        Usually the metrics of a step arrive with the next call. They arrive at once after a compilation, on a cluster,
+        in a run with --profile_steps, or before a summary, an evaluation, a checkpoint or the end of an epoch.
         """
         self._was_slow = needs_compilation = self.step_runner.needs_compilation(step)
         self.timer.end_phase("compile" if needs_compilation else "input")
@@ -318,7 +319,8 @@ class Training:
                 self.logger.log_graph(function)
         is_summarized = self.logger.is_summary_step(step + 1)
         finished = self.step_runner.start(step, batch, signal, keep_gradients=is_summarized)
-        if is_cluster or self.config.profile_steps or is_summarized or self._is_something_due(step + 1):
+        waits = is_cluster or needs_compilation or self.config.profile_steps or is_summarized
+        if waits or self._is_something_due(step + 1):
             finished += self.step_runner.finish()
         self.timer.end_step(self.config.batch_size, not needs_compilation)
         self.evaluations = []

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager import context, executor
 
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
@@ -312,7 +313,7 @@ class FinishedStep(NamedTuple):
 
 
 class StepRunner:
-    """Runs steps. The metrics of a step are read after the next step has started, so that a GPU is never idle.
+    """Runs steps in a thread. The metrics of a step are read after the next has started, so that a GPU is never idle.
 
     Args:
       train_step: the step as `build.make_training` returns it.
@@ -323,6 +324,7 @@ class StepRunner:
         self.train_step, self.optimizer, self.image_size_at = train_step, optimizer, image_size_at
         self.traced: set[tuple] = set()  # kinds of steps that have run; see `_kind`
         self._unread: list[FinishedStep] = []  # the last step, its metrics still tensors
+        self._executor = executor.new_executor(enable_async=True)
 
     @property
     def is_up_to_date(self) -> bool:
@@ -343,7 +345,9 @@ class StepRunner:
         Args:
           stop_signal: in a cluster, the number of the signal that this process has received, or 0; otherwise None.
         """
-        metrics = self.train_step(**self._arguments(step, batch, stop_signal))
+        arguments = self._arguments(step, batch, stop_signal)
+        with context.executor_scope(self._executor):  # the call returns at once; an error is raised by `to_numpy`
+            metrics = self.train_step(**arguments)
         self.traced.add(self._kind(step))
         metrics = metrics if keep_gradients else without_gradients(metrics)
         rates = self.optimizer.learning_rates(step)
@@ -352,6 +356,10 @@ class StepRunner:
     def finish(self) -> list[FinishedStep]:
         """Wait for the step that was started last, and return it, unless it has been returned."""
         return self._read([])
+
+    def close(self) -> None:
+        """Forget an error of a step; the thread would print it again at its end."""
+        self._executor.clear_error()
 
     def _read(self, started: list[FinishedStep]) -> list[FinishedStep]:
         finished, self._unread = self._unread, started

@@ -1,6 +1,7 @@
 """The claim the project stands on: K towers of B/K are one tower of B."""
 
 import dataclasses
+import threading
 from functools import partial
 
 import numpy as np
@@ -13,6 +14,7 @@ from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.towers.placement import tower_devices
 from cifar_towers.training import build
 from cifar_towers.training.losses import OWN
+from cifar_towers.training.step import StepMetrics, StepRunner
 from tests import operations
 from tests.configs import TINY_NET, net, recipe
 from tests.training.runs import Run
@@ -193,3 +195,24 @@ def test_model_losses_are_added_once(towers, examples):
     assert float(metrics.losses[OWN]) == pytest.approx(1e-3 * np.sum(kernel**2))
     further = without.weights[0].numpy() - with_loss.weights[0].numpy()
     np.testing.assert_allclose(further, np.float32(0.05) * 2e-3 * kernel, rtol=1e-6)
+
+
+def test_a_step_runs_while_the_host_goes_on(towers, examples):
+    """`start` returns before its step has ended; an error in it is raised by the call that reads it."""
+    allowed = threading.Event()
+
+    @tf.function
+    def train_step(batch, learning_rates, image_size):
+        loss = tf.numpy_function(lambda: np.float32(allowed.wait(60)), [], tf.float32)
+        tf.debugging.assert_equal(batch, 0)
+        return StepMetrics(*[loss] * 3, None, {}, {}, *[None] * 3)
+
+    runner = StepRunner(train_step, Run(towers(1), examples, cifarnet()).state.optimizer, lambda step: 24)
+    assert runner.start(0, tf.constant(0), None, False) == []
+    allowed.set()
+    (finished,) = runner.finish()
+    assert finished.step == 1 and finished.metrics.loss == 1.0
+    runner.start(1, tf.constant(1), None, False)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        runner.finish()
+    runner.close()
