@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import signal
-import threading
 
 import keras
 import numpy as np
@@ -138,16 +137,6 @@ def test_an_interrupt_saves_and_the_same_call_resumes_to_the_same_bits(run, tmp_
     assert signal.getsignal(signal.SIGINT) is before and "without --overwrite" in capsys.readouterr().out
     resumed = cifar_towers.train(train_dir=started, **SETTINGS)
     assert resumed.result["weights_sha256"] == run.result["weights_sha256"] and "resuming" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_training_in_another_thread(run, tmp_path):
-    """Python handles signals in the main thread alone."""
-    runs = []
-    thread = threading.Thread(target=lambda: runs.append(cifar_towers.train(train_dir=tmp_path, **SETTINGS)))
-    thread.start()
-    thread.join()
-    assert runs[0].result["weights_sha256"] == run.result["weights_sha256"]
 
 
 @pytest.mark.parametrize(("level", "is_shown"), [(logging.NOTSET, True), (logging.WARNING, False)])
