@@ -13,14 +13,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-WARM_UP_STEPS, TIMED_STEPS = 4, 20
+WARM_UP_STEPS = 4
 TRAINED_PARAMETERS = {"speednet94": 1_971_328, "resnet20": 269_722, "cifarnet": 1_068_298}
 SGD = {"momentum": 0.9, "nesterov": True}
 
 
-def main(framework: str, net: str, image_size: str, batch_size: str, precision: str) -> None:
+def main(framework: str, net: str, image_size: str, batch_size: str, precision: str, steps: str = "20") -> None:
     """Print the images per second of the timed steps."""
-    random, size, count = np.random.default_rng(0), int(image_size), int(batch_size)
+    random, size, count, timed = np.random.default_rng(0), int(image_size), int(batch_size), int(steps)
     images = random.normal(size=(count, size, size, 3)).astype(np.float32)
     labels = random.integers(10, size=count)
     if framework == "keras":
@@ -29,8 +29,8 @@ def main(framework: str, net: str, image_size: str, batch_size: str, precision: 
         trained, make_steps = pytorch(net, images, labels, precision, compiled=framework == "pytorch-compiled")
     if trained != TRAINED_PARAMETERS[net]:
         sys.exit(f"{framework} trains {trained:,} parameters of {net} in place of {TRAINED_PARAMETERS[net]:,}")
-    ends = make_steps(WARM_UP_STEPS + TIMED_STEPS)
-    print(count * TIMED_STEPS / (ends[-1] - ends[WARM_UP_STEPS - 1]))
+    ends = make_steps(WARM_UP_STEPS + timed)
+    print(count * timed / (ends[-1] - ends[WARM_UP_STEPS - 1]))
 
 
 # Keras ----------------------------------------------------------------------------------------------------------------
