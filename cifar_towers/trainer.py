@@ -315,7 +315,7 @@ class Training:
         if needs_compilation:
             self.logger.progress.activity("compiling the step")
             function = self.step_runner.trace(step, batch, signal)
-            if not self.step_runner.traced:
+            if len(self.step_runner.traced) == 1:
                 self.logger.log_graph(function)
         is_summarized = self.logger.is_summary_step(step + 1)
         finished = self.step_runner.start(step, batch, signal, keep_gradients=is_summarized)
