@@ -1,4 +1,4 @@
-"""A training step of another framework: `python -m scripts.peers keras speednet94 32 1024 float32` prints images/s.
+"""A training step of another framework: `python -m scripts.peers keras resnet20 32 128 float32 20` prints images/s.
 
 The nets are those of `cifar_towers/models/`, written as a user of Keras or PyTorch writes them. A step computes the
 cross entropy, its gradients and an update by momentum SGD. It repeats one batch that is in memory, without input and
@@ -18,7 +18,7 @@ TRAINED_PARAMETERS = {"speednet94": 1_971_328, "resnet20": 269_722, "cifarnet": 
 SGD = {"momentum": 0.9, "nesterov": True}
 
 
-def main(framework: str, net: str, image_size: str, batch_size: str, precision: str, steps: str = "20") -> None:
+def main(framework: str, net: str, image_size: str, batch_size: str, precision: str, steps: str) -> None:
     """Print the images per second of the timed steps."""
     random, size, count, timed = np.random.default_rng(0), int(image_size), int(batch_size), int(steps)
     images = random.normal(size=(count, size, size, 3)).astype(np.float32)

@@ -341,13 +341,12 @@ class StepRunner:
         return self.traced.setdefault(self._kind(step), function)
 
     def start(self, step: int, batch: Batch, stop_signal: int | None, keep_gradients: bool) -> list[FinishedStep]:
-        """Start step number `step + 1`; return the step before it, if it was not returned.
+        """Start step number `step + 1`, whose kind was traced; return the step before it, if it was not returned.
 
         Args:
           stop_signal: in a cluster, the number of the signal that this process has received, or 0; otherwise None.
         """
-        function = self.traced.get(self._kind(step)) or self.trace(step, batch, stop_signal)
-        arguments = self._arguments(step, batch, stop_signal)
+        function, arguments = self.traced[self._kind(step)], self._arguments(step, batch, stop_signal)
         with context.executor_scope(self._executor):  # the call returns at once; an error is raised by `to_numpy`
             metrics = function(**arguments)  # in half the time of `train_step`, which looks for the function
         metrics = metrics if keep_gradients else without_gradients(metrics)

@@ -207,6 +207,7 @@ def test_a_step_runs_while_the_host_goes_on(towers, examples):
         return StepMetrics(tf.numpy_function(lambda: np.float32(allowed.wait(60)), [], tf.float32), *[None] * 8)
 
     runner = StepRunner(train_step, Run(towers(1), examples, cifarnet()).state.optimizer, lambda step: 24)
+    runner.trace(0, tf.constant(0), None)
     assert runner.start(0, tf.constant(0), None, False) == []
     allowed.set()
     assert [finished.metrics.loss for finished in runner.finish()] == [1.0]
