@@ -112,7 +112,7 @@ def rate_of_peer(framework: str, net: str, precision: str) -> float:
     environment = {name: value for name, value in os.environ.items() if name != ONEDNN}  # this project sets it
     environment |= {ONEDNN: "1"} if framework == "keras-onednn" else {}
     environment |= {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
-    steps = "20" if HAS_GPU or NETS[net][-1] < 1024 else "8"  # of some seconds each
+    steps = "20" if HAS_GPU or NETS[net][-1] < 1024 else "5"  # of five to fifteen seconds each
     arguments = [framework.removesuffix("-onednn"), *map(str, NETS[net]), precision, steps]
     command = [sys.executable, "-m", "scripts.peers", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-WARM_UP_STEPS = 4
+WARM_UP_STEPS = 2
 TRAINED_PARAMETERS = {"speednet94": 1_971_328, "resnet20": 269_722, "cifarnet": 1_068_298}
 SGD = {"momentum": 0.9, "nesterov": True}
 
