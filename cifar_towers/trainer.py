@@ -322,7 +322,7 @@ class Training:
         waits = is_cluster or needs_compilation or self.config.profile_steps or is_summarized
         if waits or self._is_something_due(step + 1):
             finished += self.step_runner.finish()
-        self.timer.end_step(self.config.batch_size, not needs_compilation)
+        self.timer.end_step(self.config.batch_size * len(finished), not needs_compilation)
         self.evaluations = []
         return finished
 

@@ -50,7 +50,10 @@ class PhaseTimer:
         return seconds
 
     def end_step(self, images: int, is_traced: bool) -> None:
-        """End the phase of a step over `images` images: "train", or "compile" if the step was not traced before."""
+        """End the phase of a step: "train", or "compile" if the step was not traced before.
+
+        `images` are those of the steps that finished in it: none, this one or the one before, or both.
+        """
         seconds = self.end_phase("train" if is_traced else "compile")
         if is_traced:
             self.images += images
@@ -60,10 +63,10 @@ class PhaseTimer:
     def recent_rates(self) -> tuple[float, float] | tuple[None, None]:
         """Return the images per second of the last 20 steps, and the fraction of their time spent waiting for batches.
 
-        Compilation, evaluation and saving do not count. Both are None before this process has timed a step.
+        Compilation, evaluation and saving do not count. Both are None until a step finished that needed no compilation.
         """
         images, waits, seconds = map(sum, zip(*self._recent, strict=True)) if self._recent else (0, 0.0, 0.0)
-        return (images / seconds, waits / seconds) if seconds else (None, None)
+        return (images / seconds, waits / seconds) if images else (None, None)
 
     def images_per_sec(self) -> float | None:
         """Return the rate of all steps that needed no compilation, with their logging; None if there are none."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cifar_towers import trainer
+from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_checkpoint
 from cifar_towers.cli.main import train_seeds
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.config.schedules import RunLength
@@ -110,10 +111,12 @@ def test_an_indivisible_batch_uses_fewer_towers(caplog):
     assert lines_with(caplog.text, "1 of 2 towers", "batch_size=51")
 
 
-def test_the_rate_of_a_step_that_compiles_is_unknown(tiny_run):
-    directory, result, _ = tiny_run
-    rates = [record["images_per_sec"] for record in records_of(directory, "train")]
+def test_rates_count_the_steps_that_finished(tmp_path):
+    result = run(TINY, tmp_path, image_size_schedule="0=18,60%=20", checkpoint_every_steps=STEPS)
+    rates = [record["images_per_sec"] for record in records_of(tmp_path, "train")]
     assert rates[0] is None and all(rate > 0 for rate in rates[1:]) and result["images_per_sec"] > 0
+    # the first and the 13th are compiled, and the 12th finishes meanwhile
+    assert read_checkpoint(find_checkpoint(tmp_path))[1]["images"] == (STEPS - 3) * TINY.batch_size
 
 
 def test_a_profile_is_written(tiny_run):
