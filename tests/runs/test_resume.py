@@ -165,8 +165,8 @@ def test_a_resumed_run_uses_and_names_what_has_changed(tmp_path, capsys):
         file.write_text(code.format(offset))
         run(config, tmp_path / "run", max_steps=count, num_gpus=count)
     assert lines_with(capsys.readouterr().out, "resuming from step 1", "towers 1 -> 2", "code of loss ")
-    records = records_of(tmp_path / "run", "train")
-    assert [record["loss"] > 50 for record in records] == [False, True]
+    rows = [(record["loss"] > 50, record["images_per_sec"]) for record in records_of(tmp_path / "run", "train")]
+    assert rows == [(False, None), (True, None)]  # a rate is unknown, as each was the first step of a start
 
 
 def test_compare_runs_names_what_differs(saved_run, tiny_run, monkeypatch, capsys):
