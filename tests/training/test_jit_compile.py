@@ -98,7 +98,7 @@ def test_the_host_launches_few_operations(towers, examples, name):
     elsewhere = dataclasses.replace(tower, device="/CPU:1")
     apart = operations.count_launched(traced([elsewhere], examples, name, jit_compile=True))
     print(f"{name}: {before} operations, {whole} compiled whole, {apart} with variables on another device")
-    assert whole <= 60 and apart <= 100 and before > 500
+    assert whole <= 60 and apart <= 100 and before > 5 * apart
 
 
 @pytest.mark.parametrize(
