@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 from tensorboard.plugins.histogram import metadata as histogram_metadata
 from tensorboard.plugins.hparams import summary_v2 as hparams_summary
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from cifar_towers import files
 from cifar_towers.training.diagnostics import StepDiagnostics
@@ -52,8 +53,9 @@ class TensorBoardWriter:
         with self._best_effort:
             writer = self._writer(name)
             with writer.as_default(step):
-                for tag, value in scalars.items():
-                    tf.summary.scalar(tag, value)
+                if scalars:  # as one event: ten calls of `tf.summary.scalar` take as long as a step on a GPU
+                    summaries = [scalar_pb(tag, value).SerializeToString() for tag, value in scalars.items()]
+                    tf.summary.experimental.write_raw_pb(b"".join(summaries))  # joined, they are one `Summary`
                 for tag, picture in (images or {}).items():
                     tf.summary.image(tag, picture[None])
                 for tag, values in (histograms or {}).items():

@@ -104,8 +104,7 @@ def make_mirrored_step(
         pairs = list(zip(gradients, state.weights, strict=True))
         return state.apply(pairs, non_trainable, losses, learning_rates, finite)
 
-    @tf.function(autograph=False)
-    def train_step(batch, learning_rates, image_size=0, stop_signal=None) -> StepMetrics:
+    def train_step(batch, learning_rates, image_size, stop_signal) -> StepMetrics:
         args = split_batch(batch, local_towers), frozenset(learning_rates), image_size, stop_signal
         reduced, own_gradients, signal = strategy.run(on_replica, args)
         local = _by_replica(strategy, (reduced._replace(non_trainable=[]), own_gradients, signal))
@@ -120,7 +119,10 @@ def make_mirrored_step(
         metrics = make_step_metrics(results, gradients, _by_replica(strategy, updated)[0], num_examples)
         return metrics._replace(tower_gradients=[own for _, own, _ in local], stop_signal=local[0][2])
 
-    return train_step
+    def alone(batch, learning_rates, image_size=0) -> StepMetrics:
+        return train_step(batch, learning_rates, image_size, None)
+
+    return tf.function(alone if len(local_towers) == len(towers) else train_step, autograph=False)
 
 
 def towers_here(strategy: tf.distribute.Strategy, towers: Sequence[Tower]) -> list[Tower]:

@@ -102,9 +102,9 @@ def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(tmp_path, ti
         {"optimizer": "muon", "lookahead": True},
         {"jit_compile": True, "num_gpus": 1, "variable_placement": "round_robin"},
         pytest.param({"batch_size": 50, "hard_example_pool": 200}, marks=pytest.mark.slow),
-        pytest.param(STAGES, marks=pytest.mark.slow),
+        STAGES,
         pytest.param({"optimizer": "adamw", "variable_placement": "round_robin"}, marks=pytest.mark.slow),
-        pytest.param({"strategy": "mirrored", "batch_statistics": "synchronized"}, marks=pytest.mark.slow),
+        {"strategy": "mirrored", "batch_statistics": "synchronized"},
     ],
     ids=lambda settings: "-".join(settings),
 )
