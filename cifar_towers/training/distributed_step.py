@@ -101,8 +101,7 @@ def make_mirrored_step(
         return exchanged, own_gradients, None if signals is None else tf.reduce_max(signals)
 
     def update_replica(_, gradients, non_trainable, losses, learning_rates, finite) -> UpdateResult:
-        pairs = list(zip(gradients, state.weights, strict=True))
-        return state.apply(pairs, non_trainable, losses, learning_rates, finite)
+        return state.apply([*zip(gradients, state.weights, strict=True)], non_trainable, losses, learning_rates, finite)
 
     def train_step(batch, learning_rates, image_size, stop_signal) -> StepMetrics:
         args = split_batch(batch, local_towers), frozenset(learning_rates), image_size, stop_signal

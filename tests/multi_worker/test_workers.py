@@ -114,7 +114,7 @@ def test_two_workers_have_the_same_bits_as_two_towers(flags, tmp_path):
 def test_checkpoint_moves_from_workers_to_towers_and_back(shared, tmp_path):
     """Without batch normalization the number of workers makes no difference but rounding."""
     changing, straight = tmp_path / "changing", tmp_path / "straight"
-    flags = [*shared, "--model=cifarnet", "--ema_decay=0.5", "--learning_rate=0.01"]
+    flags = [*shared, f"--model={net('regularized')}", "--ema_decay=0.5", "--learning_rate=0.01"]
     run_all(changing, *flags, "--max_steps=4", workers=3)
     run_all(changing, *flags, "--max_steps=8", "--num_gpus=2")
     run_all(changing, *flags, "--max_steps=12", workers=2)
