@@ -68,7 +68,7 @@ def test_images(show, expect, run):
 def test_graphs(show, expect):
     """The towers are side by side between `split_batch` and `average_gradients`, with their layers inside."""
     page = show("graphs")
-    page.get_by_text("Auto-extract high-degree nodes").click()  # kernels decide whether towers have so many edges
+    page.get_by_text("Auto-extract high-degree nodes").click()  # which would put the towers aside
     graph = page.locator("svg#svg")
     for box in BOXES:
         expect(graph.locator(f'g.node.meta[data-name="{box}"] > text.nodelabel')).to_be_visible()
