@@ -85,7 +85,8 @@ def make_mirrored_step(
         tower = towers[int(tf.get_static_value(context.replica_id_in_sync_group))]
         with tf.name_scope(tower.name):
             result = tower_fn(tower, shards[local_towers.index(tower)], groups, image_size)
-        own_gradients, floating = result.gradients, [_if_floating(value) for value in result.non_trainable]
+        own_gradients, new_values = result.gradients, result.non_trainable
+        floating = [value if value is not None and value.dtype.is_floating else None for value in new_values]
         with tf.name_scope("all_reduce"):  # the replicas meet here
             gradients, reduced = _all_reduce(context, own_gradients, floating)
             scalars = result.losses, result.num_correct, result.nonfinite_index
@@ -94,14 +95,15 @@ def make_mirrored_step(
         exchanged = result._replace(
             losses=losses,
             gradients=gradients,
-            non_trainable=[own if new is None else new for own, new in zip(result.non_trainable, reduced, strict=True)],
+            non_trainable=[own if new is None else new for own, new in zip(new_values, reduced, strict=True)],
             num_correct=num_correct,
             nonfinite_index=nonfinite_index,
         )
         return exchanged, own_gradients, None if signals is None else tf.reduce_max(signals)
 
     def update_replica(_, gradients, non_trainable, losses, learning_rates, finite) -> UpdateResult:
-        return state.apply([*zip(gradients, state.weights, strict=True)], non_trainable, losses, learning_rates, finite)
+        pairs = list(zip(gradients, state.weights, strict=True))
+        return state.apply(pairs, non_trainable, losses, learning_rates, finite)
 
     def train_step(batch, learning_rates, image_size, stop_signal) -> StepMetrics:
         args = split_batch(batch, local_towers), frozenset(learning_rates), image_size, stop_signal
@@ -118,20 +120,16 @@ def make_mirrored_step(
         metrics = make_step_metrics(results, gradients, _by_replica(strategy, updated)[0], num_examples)
         return metrics._replace(tower_gradients=[own for _, own, _ in local], stop_signal=local[0][2])
 
-    def alone(batch, learning_rates, image_size=0) -> StepMetrics:
+    def without_signal(batch, learning_rates, image_size=0) -> StepMetrics:  # a traced function has no defaults
         return train_step(batch, learning_rates, image_size, None)
 
-    return tf.function(alone if len(local_towers) == len(towers) else train_step, autograph=False)
+    return tf.function(without_signal if len(local_towers) == len(towers) else train_step, autograph=False)
 
 
 def towers_here(strategy: tf.distribute.Strategy, towers: Sequence[Tower]) -> list[Tower]:
     """Return the towers of this process, of all K towers."""
     mine = strategy.extended.worker_devices
     return [tower for tower in towers if tower.device in mine] if len(mine) < len(towers) else list(towers)
-
-
-def _if_floating(value: tf.Tensor | None) -> tf.Tensor | None:
-    return value if value is not None and value.dtype.is_floating else None
 
 
 def _all_reduce(context, *lists: Sequence) -> list[list]:
