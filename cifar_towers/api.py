@@ -1,7 +1,8 @@
-"""Train, evaluate and use runs from Python; the programs call these functions. Importing this module is quick.
+"""Train, evaluate and use runs from Python; the programs call these functions. Importing this
+module is quick.
 
-Settings are those of the programs, by name. What cannot be done raises a `cifar_towers.errors.RunError`, whose text is
-the line that the programs print.
+Settings are those of the programs, by name. What cannot be done raises a
+`cifar_towers.errors.RunError`, whose text is the line that the programs print.
 """
 
 import contextlib
@@ -32,29 +33,38 @@ log = logging.getLogger(__name__)
 
 
 def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **settings: Any) -> Run:
-    """Train or resume a run, as `cifar-towers train` does, and return it. A finished run is returned as it is.
+    """Train or resume a run, as `cifar-towers train` does, and return it. A finished run is
+    returned as it is.
 
-    An interrupt (Ctrl-C, or a notebook's stop button) saves the run after the current step and returns it; the same
-    call, without `overwrite`, resumes. A second interrupt raises `KeyboardInterrupt` at once.
+    An interrupt (Ctrl-C, or a notebook's stop button) saves the run after the current step and
+    returns it; the same call, without `overwrite`, resumes. A second interrupt raises
+    `KeyboardInterrupt` at once.
 
-    TensorFlow fixes its devices when it is first used: later calls in a process can have as many towers or fewer.
+    TensorFlow fixes its devices when it is first used: later calls in a process can have as many
+    towers or fewer.
 
     Args:
-      recipe: name of a recipe in `configs/`; default: `speed94`, or none if `settings` have a `model`.
-      callbacks: objects with any of `on_start(run)`, `on_step(step, metrics)`, `on_evaluation(step, evaluation)` and
-        `on_end(run)`; a function is an `on_step`. What a callback raises is raised here once the step is saved.
-      **settings: flags of `cifar-towers train` by name, such as `num_gpus=2`; they override those of the recipe.
+      recipe: name of a recipe in `configs/`; default: `speed94`, or none if `settings` have a
+        `model`.
+      callbacks: objects with any of `on_start(run)`, `on_step(step, metrics)`, `on_evaluation(step,
+        evaluation)` and `on_end(run)`; a function is an `on_step`. What a callback raises is raised
+        here once the step is saved.
+      **settings: flags of `cifar-towers train` by name, such as `num_gpus=2`; they override those
+        of the recipe.
 
     Raises:
-      RunError: a setting is wrong or only for the programs (`seeds`, `strategy="multi_worker"`), the data cannot be
-        read, training diverges, or the last step is unsaved.
+      RunError: a setting is wrong or only for the programs (`seeds`, `strategy="multi_worker"`),
+        the data cannot be read, training diverges, or the last step is unsaved.
       TypeError: there is no such setting.
       KeyboardInterrupt: there was no step to save yet, or it is the second interrupt.
     """
     config = make_config(TrainConfig, {"recipe": recipe, **settings})
     if config.seeds or config.strategy == "multi_worker":
         name = "seeds" if config.seeds else "strategy=multi_worker"
-        raise UsageError(f"{name} is for the programs; call train for each seed, and start workers by their program")
+        raise UsageError(
+            f"{name} is for the programs; call train for each seed, and start workers by their "
+            "program"
+        )
     source, config = locate_data(config)
     with _visible_log():
         try:
@@ -74,7 +84,9 @@ def locate_data(config: TrainConfig) -> tuple["Source", TrainConfig]:
 
     source = sources.find(config.dataset, config.data_dir)
     if source.banner and not config.train_dir:
-        config = dataclasses.replace(config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}")
+        config = dataclasses.replace(
+            config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}"
+        )
     return source, config
 
 
@@ -85,7 +97,8 @@ def train_run(
     cluster: Workers | None = None,
     callbacks: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """Train or resume a run, alone or as a worker of a cluster, or return the stored result of a finished run.
+    """Train or resume a run, alone or as a worker of a cluster, or return the stored result of a
+    finished run.
 
     What can be refused without TensorFlow is refused before it is imported. See `trainer.train`.
     """
@@ -112,21 +125,24 @@ def train_run(
 
 
 def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
-    """Evaluate a checkpoint of a run, as `cifar-towers evaluate --json` does, and return what that prints.
+    """Evaluate a checkpoint of a run, as `cifar-towers evaluate --json` does, and return what that
+    prints.
 
     Args:
       run: a run or its directory.
-      **settings: flags of `cifar-towers evaluate` by name, such as `tta=2`, `split`, `step`, `dataset`, or `model` for
-        a net of your own.
+      **settings: flags of `cifar-towers evaluate` by name, such as `tta=2`, `split`, `step`,
+        `dataset`, or `model` for a net of your own.
 
     Returns:
-      `accuracy` in [0, 1], both ends of its 95 % confidence interval (`interval95`), `loss` (mean cross entropy, nats:
-      the NLL), the calibration as `ece` and `reliability` (see docs/reference.md), `count` (images), `per_class`
-      (accuracy by class name, NaN without examples), `confusion` [C, C] (images by true class and by prediction), and
-      what was evaluated. For corrupted images, `accuracy`, `loss` and `ece` are tables.
+      `accuracy` in [0, 1], both ends of its 95 % confidence interval (`interval95`), `loss` (mean
+      cross entropy, nats: the NLL), the calibration as `ece` and `reliability` (see
+      docs/reference.md), `count` (images), `per_class` (accuracy by class name, NaN without
+      examples), `confusion` [C, C] (images by true class and by prediction), and what was
+      evaluated. For corrupted images, `accuracy`, `loss` and `ece` are tables.
 
     Raises:
-      RunError: there is no such run or split, its data cannot be read or have changed, or logits are not finite.
+      RunError: there is no such run or split, its data cannot be read or have changed, or logits
+        are not finite.
     """
     config = make_config(EvaluateConfig, {"train_dir": getattr(run, "directory", run), **settings})
     with tensorflow_imported():
@@ -142,16 +158,17 @@ def predict(
 
     Args:
       run: a run or its directory.
-      images: [n, S, S, 3] uint8 levels in the training's size, or paths of image files or of folders, or one path. The
-        images of a folder are sorted by name.
-      **settings: flags of `cifar-towers predict` by name, such as `tta=2`, `step`, or `model` for a net of your own.
+      images: [n, S, S, 3] uint8 levels in the training's size, or paths of image files or of
+        folders, or one path. The images of a folder are sorted by name.
+      **settings: flags of `cifar-towers predict` by name, such as `tta=2`, `step`, or `model` for a
+        net of your own.
 
     Returns:
       Probabilities [n, C] float64, with the classes in the order of `run.class_names`.
 
     Raises:
-      RunError: there is no such run, the array has another shape or type, a file cannot be read, or logits are not
-        finite.
+      RunError: there is no such run, the array has another shape or type, a file cannot be read, or
+        logits are not finite.
     """
     return (run if isinstance(run, Run) else Run(run)).predict(images, **settings)
 
@@ -161,11 +178,12 @@ def export(run: Run | Path | str, **settings: Any) -> None:
 
     Args:
       run: a run or its directory.
-      **settings: flags of `cifar-towers export` by name, such as `format="onnx"`, `out`, or `model` for a net of your
-        own.
+      **settings: flags of `cifar-towers export` by name, such as `format="onnx"`, `out`, or `model`
+        for a net of your own.
 
     Raises:
-      RunError: there is no such run or checkpoint, or the export does not agree with the checkpoint.
+      RunError: there is no such run or checkpoint, or the export does not agree with the
+        checkpoint.
     """
     config = make_config(ExportConfig, {"train_dir": getattr(run, "directory", run), **settings})
     with tensorflow_imported():
@@ -176,7 +194,8 @@ def export(run: Run | Path | str, **settings: Any) -> None:
 
 @contextlib.contextmanager
 def _visible_log() -> Iterator[None]:
-    """Print the package's log lines inside, unless the process shows lines of level INFO by handlers of its own.
+    """Print the package's log lines inside, unless the process shows lines of level INFO by
+    handlers of its own.
 
     A level that the caller has set for the logger `cifar_towers` stays as it is.
     """
@@ -184,7 +203,9 @@ def _visible_log() -> Iterator[None]:
     level, propagate = logger.level, logger.propagate
     if not (logger.hasHandlers() and logger.isEnabledFor(logging.INFO)):
         logger.addHandler(handler)
-        logger.propagate = False  # a library's first warning gives the root logger a handler for all levels
+        logger.propagate = (
+            False  # a library's first warning gives the root logger a handler for all levels
+        )
         logger.setLevel(level or logging.INFO)
     try:
         yield

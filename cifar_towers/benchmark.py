@@ -1,7 +1,8 @@
-"""Short trainings of one recipe with different placements, strategies and numbers of towers, compared on this machine.
+"""Short trainings of one recipe with different placements, strategies and numbers of towers,
+compared on this machine.
 
-A case is a set of flags. A visit is a short training of a case in a process of its own. Each round visits all cases in
-another random order.
+A case is a set of flags. A visit is a short training of a case in a process of its own. Each round
+visits all cases in another random order.
 """
 
 import dataclasses
@@ -32,7 +33,10 @@ from cifar_towers.towers.placement import PLACEMENTS
 JSON_FILE, PICTURE_FILE = "benchmark.json", "benchmark.png"
 WINDOW_STEPS = 20  # a training writes the rate of its last 20 steps
 WARM_UP_STEPS = 5
-NUM_WINDOWS = {"CPU": 1, "GPU": 9}  # of a visit; steps take seconds on a CPU and milliseconds on a GPU
+NUM_WINDOWS = {
+    "CPU": 1,
+    "GPU": 9,
+}  # of a visit; steps take seconds on a CPU and milliseconds on a GPU
 
 
 class BenchmarkCase(NamedTuple):
@@ -51,7 +55,8 @@ Rates = Mapping[BenchmarkCase, Sequence[float]]  # images per second of each vis
 
 
 def run_benchmark(config: BenchmarkConfig, training_command: Sequence[str]) -> None:
-    """Measure all cases; print a table and the fastest case, and write them to the config's directory.
+    """Measure all cases; print a table and the fastest case, and write them to the config's
+    directory.
 
     After a signal to stop, the visits that are finished are reported.
 
@@ -84,7 +89,11 @@ def run_benchmark(config: BenchmarkConfig, training_command: Sequence[str]) -> N
                     write_json(config, rates, machine)
                     print(f"{rate:,.0f} images/s", flush=True)
             elapsed = time.monotonic() - start
-            if signals.received or not cases or elapsed * (number + 1) / number > 60 * config.minutes:
+            if (
+                signals.received
+                or not cases
+                or elapsed * (number + 1) / number > 60 * config.minutes
+            ):
                 break
     if not rates:
         raise RunError("no case could be measured; the lines above say why")
@@ -92,17 +101,20 @@ def run_benchmark(config: BenchmarkConfig, training_command: Sequence[str]) -> N
 
 
 def make_cases(config: BenchmarkConfig, num_gpus: int) -> list[BenchmarkCase]:
-    """Return the placements and strategies to compare, for each number of towers; on GPUs with and without XLA.
+    """Return the placements and strategies to compare, for each number of towers; on GPUs with and
+    without XLA.
 
-    By default the numbers of towers are 1, 2, 4 and so on up to all GPUs, or 1 and 2 on a CPU, if they can divide the
-    batch evenly. One tower on a CPU has only one placement.
+    By default the numbers of towers are 1, 2, 4 and so on up to all GPUs, or 1 and 2 on a CPU, if
+    they can divide the batch evenly. One tower on a CPU has only one placement.
     """
     limit = num_gpus or 2
     doubled = sorted({limit, *(2**power for power in range(limit.bit_length()))})
     counts = config.tower_counts or [count for count in doubled if config.batch_size % count == 0]
     cases = []
     for count in counts:
-        placements = tuple(PLACEMENTS) if count > 1 else ("cpu", "round_robin") if num_gpus else ("cpu",)
+        placements = (
+            tuple(PLACEMENTS) if count > 1 else ("cpu", "round_robin") if num_gpus else ("cpu",)
+        )
         cases += [BenchmarkCase(count, "towers", placement) for placement in placements]
         cases += [BenchmarkCase(count, "mirrored", "")] if count > 1 else []
     ways = (False, True) if num_gpus else (config.jit_compile,)
@@ -110,7 +122,8 @@ def make_cases(config: BenchmarkConfig, num_gpus: int) -> list[BenchmarkCase]:
 
 
 def short_training(config: TrainConfig, on_gpus: bool) -> TrainConfig:
-    """Return the recipe with a few steps, as in most of a run, without evaluations before the end and summaries.
+    """Return the recipe with a few steps, as in most of a run, without evaluations before the end
+    and summaries.
 
     Images have their full size and the whitening's bias is frozen.
     """
@@ -128,7 +141,8 @@ def short_training(config: TrainConfig, on_gpus: bool) -> TrainConfig:
 
 
 def rounds(cases: Sequence[BenchmarkCase]) -> Iterator[list[BenchmarkCase]]:
-    """Yield the cases again and again in another random order. The orders are the same in every benchmark.
+    """Yield the cases again and again in another random order. The orders are the same in every
+    benchmark.
 
     A case that is removed from `cases` is left out from the next round on.
     """
@@ -139,7 +153,8 @@ def rounds(cases: Sequence[BenchmarkCase]) -> Iterator[list[BenchmarkCase]]:
 def visit(
     recipe: TrainConfig, case: BenchmarkCase, training_command: Sequence[str], directory: Path
 ) -> tuple[float, dict[str, Any]]:
-    """Train once; return the images per second, without compilation and saving, and the training's environment.json.
+    """Train once; return the images per second, without compilation and saving, and the training's
+    environment.json.
 
     The training writes to a folder of `directory` that is deleted afterwards.
 
@@ -147,18 +162,29 @@ def visit(
       RunError: the training failed, with the last line that it printed.
     """
     with tempfile.TemporaryDirectory(prefix="visit-", dir=directory) as train_dir:
-        flags = ["--recipe=", *as_flags(vars(recipe) | case._asdict() | {"recipe": "", "train_dir": train_dir})]
+        flags = [
+            "--recipe=",
+            *as_flags(vars(recipe) | case._asdict() | {"recipe": "", "train_dir": train_dir}),
+        ]
         done = subprocess.run([*training_command, *flags], capture_output=True, text=True)
         if done.returncode:
             raise RunError([f"exit code {done.returncode}", *done.stderr.strip().splitlines()][-1])
-        records = [json.loads(line) for line in Path(train_dir, files.METRICS).read_text().splitlines()]
+        records = [
+            json.loads(line) for line in Path(train_dir, files.METRICS).read_text().splitlines()
+        ]
         _, *rates = (record["images_per_sec"] for record in records if record["kind"] == "train")
         return statistics.median(rates), json.loads(Path(train_dir, files.ENVIRONMENT).read_text())
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
-    """Return the flags of the settings that a training has, without those that have their default."""
-    return [f"--{name}={value}" for name, value in settings.items() if value != getattr(TrainConfig, name, value)]
+    """Return the flags of the settings that a training has, without those that have their
+    default.
+    """
+    return [
+        f"--{name}={value}"
+        for name, value in settings.items()
+        if value != getattr(TrainConfig, name, value)
+    ]
 
 
 def write_json(config: BenchmarkConfig, rates: Rates, machine: Mapping[str, Any]) -> None:
@@ -182,34 +208,54 @@ def write_json(config: BenchmarkConfig, rates: Rates, machine: Mapping[str, Any]
 
 
 def publish(config: BenchmarkConfig, rates: Rates, machine: Mapping[str, Any]) -> None:
-    """Print the recipe, the machine, the table and the flags of the fastest case; write the picture."""
+    """Print the recipe, the machine, the table and the flags of the fastest case; write the
+    picture.
+    """
     gpus = machine["gpus"]
-    devices = [machine["processor"], f"{machine['cores']} cores", *(f"{gpus.count(gpu)} x {gpu}" for gpu in {*gpus})]
+    devices = [
+        machine["processor"],
+        f"{machine['cores']} cores",
+        *(f"{gpus.count(gpu)} x {gpu}" for gpu in {*gpus}),
+    ]
     title = f"{config.name}, batches of {config.batch_size:,}; {', '.join(devices)}"
     plot(rates, title).savefig(config.directory / PICTURE_FILE, dpi=120)
     print(f"\n{title}\n{table(rates, config.batch_size)}")
     fastest, _ = by_rate(rates)[0]
-    print(f"\nwritten to {config.directory}: {JSON_FILE}, {PICTURE_FILE}\nfastest: {fastest}", flush=True)
+    print(
+        f"\nwritten to {config.directory}: {JSON_FILE}, {PICTURE_FILE}\nfastest: {fastest}",
+        flush=True,
+    )
 
 
 def table(rates: Rates, batch_size: int) -> str:
     """Return a table with a line per case, the fastest first."""
-    rows = [["towers", "strategy", "placement", "XLA", "images/s", "quartiles", "ms per step", "visits"]]
+    rows = [
+        ["towers", "strategy", "placement", "XLA", "images/s", "quartiles", "ms per step", "visits"]
+    ]
     for case, values in by_rate(rates):
         low, median, high = quartiles(values)
-        row = [str(case.num_gpus), case.strategy, case.variable_placement or "-", "yes" if case.jit_compile else "no"]
+        row = [
+            str(case.num_gpus),
+            case.strategy,
+            case.variable_placement or "-",
+            "yes" if case.jit_compile else "no",
+        ]
         row += [format_rate(median), f"{format_rate(low)}-{format_rate(high)}"]
         rows.append([*row, f"{1000 * batch_size / median:,.1f}", str(len(values))])
     return align_columns(rows, left=(1, 2, 3))
 
 
 def plot(rates: Rates, title: str) -> Figure:
-    """Draw the median of every case as a bar, with its quartiles as error bars, the fastest on top."""
+    """Draw the median of every case as a bar, with its quartiles as error bars, the fastest on
+    top.
+    """
     ordered = by_rate(rates)
     low, median, high = np.transpose([quartiles(values) for _, values in ordered])
     figure = Figure((9, 1.2 + 0.35 * len(ordered)), layout="constrained")
     panel = figure.subplots()
-    bars = panel.barh([str(case) for case, _ in ordered], median, xerr=[median - low, high - median], capsize=3)
+    bars = panel.barh(
+        [str(case) for case, _ in ordered], median, xerr=[median - low, high - median], capsize=3
+    )
     panel.bar_label(bars, fmt=format_rate, padding=4)
     panel.invert_yaxis()
     panel.set(title=title, xlabel="images/s: median and quartiles")

@@ -1,4 +1,5 @@
-"""Exceptions that end a run, with the exit code of each, and the words of messages: names and counts.
+"""Exceptions that end a run, with the exit code of each, and the words of messages: names and
+counts.
 
 Every error here carries one line for the user: what is wrong, why, what to type.
 Other exceptions show a traceback, and exit with 1.
@@ -39,7 +40,9 @@ class DivergedError(RunError):
 
 
 class WorkerLostError(RunError):
-    """A worker of the cluster is missing or has stopped. All workers exit; restarted, they resume from a checkpoint."""
+    """A worker of the cluster is missing or has stopped. All workers exit; restarted, they resume
+    from a checkpoint.
+    """
 
     exit_code = 5
     label = "lost"
@@ -48,7 +51,8 @@ class WorkerLostError(RunError):
 class Interrupted(BaseException):
     """A signal asked the run to stop.
 
-    Like `KeyboardInterrupt`, it is no `Exception`, so that no `except Exception` on the way takes it for a failure.
+    Like `KeyboardInterrupt`, it is no `Exception`, so that no `except Exception` on the way takes
+    it for a failure.
     """
 
     label = "interrupted"
@@ -59,12 +63,16 @@ class Interrupted(BaseException):
 
 
 def interrupt_exit_code(signal_number: int) -> int:
-    """Return the shell's exit code for a signal: 130 for SIGINT, 138 for SIGUSR1, 143 for SIGTERM."""
+    """Return the shell's exit code for a signal: 130 for SIGINT, 138 for SIGUSR1, 143 for
+    SIGTERM.
+    """
     return 128 + signal_number
 
 
 def error_line(error: BaseException) -> str:
-    """Describe an error in one line: `usage: ...`, or the type and the start of the message of an unforeseen error."""
+    """Describe an error in one line: `usage: ...`, or the type and the start of the message of an
+    unforeseen error.
+    """
     if isinstance(error, (RunError, Interrupted)):
         return f"{error.label}: {error}"
     return f"{type(error).__name__}: {error_text(error, 300)}"
@@ -91,5 +99,7 @@ def count(number: int, noun: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape the characters of a text that are not printable, so that it is one line and no terminal interprets it."""
+    """Escape the characters of a text that are not printable, so that it is one line and no
+    terminal interprets it.
+    """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

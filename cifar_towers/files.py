@@ -50,16 +50,19 @@ def remove_run(directory: Path) -> None:
                     empty.rmdir()
 
 
-# Files that are replaced ----------------------------------------------------------------------------------------------
+# Files that are replaced --------------------------------------------------------------------------
 
 
 def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object]) -> None:
-    """Replace a file in one step. After an error or a power loss nobody finds half of it: what was there stays.
+    """Replace a file in one step. After an error or a power loss nobody finds half of it: what was
+    there stays.
 
     Args:
       content: what to write, or a function that writes it to a file.
     """
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")  # always the same, so that killed processes leave only one
+    temporary = path.with_name(
+        f"{TEMPORARY}{path.name}"
+    )  # always the same, so that killed processes leave only one
     try:
         with temporary.open("wb") as file:
             if callable(content):
@@ -82,7 +85,9 @@ def make(directory: Path) -> None:
 
 
 def sync(directory: Path) -> None:
-    """Wait until the entries of a directory are on the disk, where its file system and its owner allow that."""
+    """Wait until the entries of a directory are on the disk, where its file system and its owner
+    allow that.
+    """
     with contextlib.suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:
@@ -92,7 +97,9 @@ def sync(directory: Path) -> None:
 
 
 class BestEffortWrites:
-    """A context for writes that training does not depend on: it swallows their errors and warns of the first."""
+    """A context for writes that training does not depend on: it swallows their errors and warns of
+    the first.
+    """
 
     def __init__(self, path: Path, errors: tuple[type[Exception], ...] = (OSError,)):
         self._path, self._errors, self._warned = path, errors, False
@@ -104,12 +111,16 @@ class BestEffortWrites:
         if not isinstance(error, self._errors):
             return False
         if not self._warned:
-            log.warning("%s cannot be written (%s); training continues without it", self._path, error_text(error))
+            log.warning(
+                "%s cannot be written (%s); training continues without it",
+                self._path,
+                error_text(error),
+            )
         self._warned = True
         return True
 
 
-# Locks ----------------------------------------------------------------------------------------------------------------
+# Locks --------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -128,7 +139,8 @@ def locked(path: Path) -> Iterator[bool]:
 def is_locked(path: Path) -> bool:
     """Return whether a process holds the lock on a file.
 
-    The check itself holds a shared lock for an instant. A process in `locked` tries again after that instant.
+    The check itself holds a shared lock for an instant. A process in `locked` tries again after
+    that instant.
     """
     try:
         with path.open("rb") as file:
@@ -145,18 +157,22 @@ def _try_lock(file: IO, operation: int) -> bool:
     return True
 
 
-# JSON -----------------------------------------------------------------------------------------------------------------
+# JSON ---------------------------------------------------------------------------------------------
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file that this project wrote, empty if there is no file; DataError: it is damaged."""
+    """Return the object in a JSON file that this project wrote, empty if there is no file;
+    DataError: it is damaged.
+    """
     try:
         found = json.loads(path.read_bytes()) if path.exists() else {}
         reason = "" if isinstance(found, dict) else "it holds no object"
     except (OSError, ValueError) as error:
         reason = error_text(error)
     if reason:
-        raise DataError(f"{path} cannot be read ({reason}); put a good copy there, or remove the file")
+        raise DataError(
+            f"{path} cannot be read ({reason}); put a good copy there, or remove the file"
+        )
     return found
 
 
@@ -165,7 +181,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Return JSON that all parsers read: numbers that are not finite become null, however deep they stand."""
+    """Return JSON that all parsers read: numbers that are not finite become null, however deep they
+    stand.
+    """
     return json.dumps(_plain(value), indent=indent, default=str, allow_nan=False)
 
 

@@ -1,4 +1,6 @@
-"""The hardware of this machine, and TensorFlow, which is imported late: a wrong setting is refused before."""
+"""The hardware of this machine, and TensorFlow, which is imported late: a wrong setting is refused
+before.
+"""
 
 import contextlib
 import functools
@@ -15,17 +17,23 @@ from cifar_towers.errors import UsageError
 log = logging.getLogger(__name__)
 
 BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # of processors
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time and of the period they are for; Linux
+CPU_QUOTA = Path(
+    "/sys/fs/cgroup/cpu.max"
+)  # microseconds of CPU time and of the period they are for; Linux
 
 
 def processor_features() -> frozenset[str]:
-    """Return the instruction sets of the first processor by their Linux names, such as `avx2`; empty elsewhere."""
+    """Return the instruction sets of the first processor by their Linux names, such as `avx2`;
+    empty elsewhere.
+    """
     return frozenset(cpuinfo("flags", "Features").split())
 
 
 @functools.cache
 def cpuinfo(*fields: str) -> str:
-    """Return the first value in Linux's /proc/cpuinfo of one of these fields, such as `vendor_id`; empty if none."""
+    """Return the first value in Linux's /proc/cpuinfo of one of these fields, such as `vendor_id`;
+    empty if none.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -34,8 +42,12 @@ def cpuinfo(*fields: str) -> str:
 
 
 def available_cores() -> int:
-    """Return how many cores this process may use, by its affinity and by the CPU quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return how many cores this process may use, by its affinity and by the CPU quota of its
+    container.
+    """
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     with contextlib.suppress(OSError, ValueError):  # no quota
         quota, period = map(int, CPU_QUOTA.read_text().split())
         cores = min(cores, max(1, math.ceil(quota / period)))
@@ -48,31 +60,38 @@ def gpu_names() -> list[str]:
 
 
 def gpu_compute_capabilities() -> list[tuple[int, int]]:
-    """Return the compute capabilities of the visible GPUs, such as (8, 0); (0, 0) if the driver does not report it."""
+    """Return the compute capabilities of the visible GPUs, such as (8, 0); (0, 0) if the driver
+    does not report it.
+    """
     return [details.get("compute_capability", (0, 0)) for details in _gpu_details()]
 
 
 def _gpu_details() -> list[dict[str, Any]]:
     import tensorflow as tf
 
-    return [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.get_visible_devices("GPU")]
+    return [
+        tf.config.experimental.get_device_details(gpu)
+        for gpu in tf.config.get_visible_devices("GPU")
+    ]
 
 
 def xla_runs() -> bool:
     """Return whether XLA compiles for every visible GPU.
 
-    On compute capability 10 and above, XLA of TensorFlow 2.21 ends the process (tensorflow/tensorflow#111958).
+    On compute capability 10 and above, XLA of TensorFlow 2.21 ends the process
+    (tensorflow/tensorflow#111958).
     """
     return all(capability < (10, 0) for capability in gpu_compute_capabilities())
 
 
 def choose_precision(setting: str, device: str, trained_in: str = "") -> str:
-    """Return `float32`, or `bfloat16`, for a value of `--precision` and a kind of device, and log why.
+    """Return `float32`, or `bfloat16`, for a value of `--precision` and a kind of device, and log
+    why.
 
-    `auto` is float32 for a run that was `trained_in` it. Otherwise it is bfloat16 where that is native and faster: GPUs
-    of compute capability 8.0 or more, processors with AMX, AVX512-BF16 or Arm's BF16. It is float32 elsewhere, where
-    bfloat16 is emulated and slow, and on Intel's processors with AVX512-BF16 alone, where bfloat16 has the rate of
-    float32.
+    `auto` is float32 for a run that was `trained_in` it. Otherwise it is bfloat16 where that is
+    native and faster: GPUs of compute capability 8.0 or more, processors with AMX, AVX512-BF16 or
+    Arm's BF16. It is float32 elsewhere, where bfloat16 is emulated and slow, and on Intel's
+    processors with AVX512-BF16 alone, where bfloat16 has the rate of float32.
     """
     features = processor_features() & BFLOAT16_FEATURES
     if setting != "auto":
@@ -95,7 +114,8 @@ def choose_precision(setting: str, device: str, trained_in: str = "") -> str:
 
 @contextlib.contextmanager
 def tensorflow_imported() -> Iterator[None]:
-    """Import TensorFlow, which takes seconds, with the settings of Keras that towers need; restore these at the end.
+    """Import TensorFlow, which takes seconds, with the settings of Keras that towers need; restore
+    these at the end.
 
     Raises:
       UsageError: Keras has another backend.

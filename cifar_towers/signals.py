@@ -1,4 +1,6 @@
-"""SIGINT, SIGTERM and SIGUSR1: the first one lets a run stop after its step, a second one has its default action."""
+"""SIGINT, SIGTERM and SIGUSR1: the first one lets a run stop after its step, a second one has its
+default action.
+"""
 
 import contextlib
 import logging
@@ -7,8 +9,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # USR1: what Slurm sends before the time is up
-REPEAT_SECONDS = 0.1  # `timeout` and schedulers signal a process, and at once its group: that is one signal
+STOP_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+)  # USR1: what Slurm sends before the time is up
+REPEAT_SECONDS = (
+    0.1  # `timeout` and schedulers signal a process, and at once its group: that is one signal
+)
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +34,8 @@ class StopSignals:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the first signal inside, instead of acting on it. A second signal has the action of before.
+        """Record the first signal inside, instead of acting on it. A second signal has the action
+        of before.
 
         Python handles signals in its main thread alone: in another thread this does nothing.
         """
@@ -45,7 +54,10 @@ class StopSignals:
                 signal.signal(each, signal.SIG_IGN)
             time.sleep(REPEAT_SECONDS)
             restore()
-            log.info(f"{signal.Signals(number).name}: saving after this step; send it again to stop at once")
+            log.info(
+                f"{signal.Signals(number).name}: saving after this step; send it again to stop at "
+                "once"
+            )
 
         for number in self._numbers:
             signal.signal(number, record)

@@ -13,7 +13,12 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers.checkpointing.checkpoint import find_checkpoint, first_nonfinite, read_checkpoint
-from cifar_towers.checkpointing.run_directory import RunDirectory, assign, code_facts, describe_differences
+from cifar_towers.checkpointing.run_directory import (
+    RunDirectory,
+    assign,
+    code_facts,
+    describe_differences,
+)
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import code_digests, recipe_fields, shared_settings
 from cifar_towers.data import sources
@@ -28,7 +33,12 @@ from cifar_towers.reporting.phase_timer import PhaseTimer, training_seconds
 from cifar_towers.reporting.run_logger import Callbacks, RunLogger, RunSetup
 from cifar_towers.signals import StopSignals
 from cifar_towers.training import build
-from cifar_towers.training.diagnostics import MAX_SKIPPED_STEPS, Health, StepDiagnostics, make_diagnose_fn
+from cifar_towers.training.diagnostics import (
+    MAX_SKIPPED_STEPS,
+    Health,
+    StepDiagnostics,
+    make_diagnose_fn,
+)
 from cifar_towers.training.distributed_step import towers_here
 from cifar_towers.training.step import FinishedStep, StepRunner
 
@@ -44,7 +54,8 @@ def train(
     callbacks: Callbacks,
     timer: PhaseTimer,
 ) -> dict:
-    """Train or resume a run that is not finished, and return its result: the content of result.json.
+    """Train or resume a run that is not finished, and return its result: the content of
+    result.json.
 
     Args:
       directory: as `open_run` yields it; on a cluster, only that of worker 0 is kept.
@@ -58,7 +69,10 @@ def train(
       UsageError: the settings do not fit this machine, model or data set.
       RunError: the last step could not be saved. Others: see `cifar_towers.errors`.
     """
-    with coordination.connect(cluster, lambda: build.setup_devices(config, cluster)) as (workers, devices):
+    with coordination.connect(cluster, lambda: build.setup_devices(config, cluster)) as (
+        workers,
+        devices,
+    ):
         setup = set_up(config, source, devices, workers, timer)
         with callbacks.until_end():
             run = Training(setup, directory, signals, callbacks)
@@ -74,10 +88,12 @@ def train(
 def set_up(
     config: TrainConfig, source: sources.Source, devices: tuple, workers: Workers, timer: PhaseTimer
 ) -> RunSetup:
-    """Read the data, and return the setup of a run on the devices that `build.setup_devices` returned.
+    """Read the data, and return the setup of a run on the devices that `build.setup_devices`
+    returned.
 
     Raises:
-      UsageError: the workers of a cluster have different setups. Other errors are those of `sources.load`.
+      UsageError: the workers of a cluster have different setups. Other errors are those of
+        `sources.load`.
     """
     strategy, towers = devices
     dataset = sources.load(source, config.validation_examples, config.image_size)
@@ -100,7 +116,9 @@ def set_up(
 
 
 def shared_values(setup: RunSetup) -> dict[str, Any]:
-    """Return what must be equal on all workers of a cluster: settings, code, versions, data, precision and towers."""
+    """Return what must be equal on all workers of a cluster: settings, code, versions, data,
+    precision and towers.
+    """
     package = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
     versions = {
         "the code of cifar_towers, as sha256,": hashlib.sha256(package).hexdigest(),
@@ -110,17 +128,22 @@ def shared_values(setup: RunSetup) -> dict[str, Any]:
         "precision": setup.precision,
         "towers": len(setup.local_towers),
     }
-    code = {f"a file of {setting}, as sha256,": digest for setting, digest in code_digests(setup.config).items()}
+    code = {
+        f"a file of {setting}, as sha256,": digest
+        for setting, digest in code_digests(setup.config).items()
+    }
     splits = ("train", "validation", "test")
     data = {f"{name} images, as sha256,": getattr(setup.dataset, name).digest for name in splits}
     return shared_settings(setup.config) | versions | code | data
 
 
 def train_from(step: int, run: "Training") -> int:
-    """Train from `step` until the end, the target, a signal or an error of a callback; return the finished steps.
+    """Train from `step` until the end, the target, a signal or an error of a callback; return the
+    finished steps.
 
     Raises:
-      Interrupted: after a signal; the last finished step is saved, or the message says that it is not.
+      Interrupted: after a signal; the last finished step is saved, or the message says that it is
+        not.
       DivergedError: too many steps in a row were skipped, or a variable is not finite at the end.
     """
     run.note_target(step)  # by the evaluations of its checkpoint
@@ -140,7 +163,9 @@ def train_from(step: int, run: "Training") -> int:
 
 
 def finish(step: int, saved: bool, run: "Training") -> dict:
-    """Evaluate every split after the last step, and write the result; save the step if it is not `saved`."""
+    """Evaluate every split after the last step, and write the result; save the step if it is not
+    `saved`.
+    """
     run.logger.begin_final_evaluation(step, run.evaluator.splits)
     run.evaluate_now(step, final=True)
     run.note_target(step)
@@ -158,7 +183,9 @@ def finish(step: int, saved: bool, run: "Training") -> dict:
     }
     run.logger.log_result(result)
     if not saved and not run.save_now(step):  # a last attempt: evaluation took a while
-        raise RunError(f"step {step}, the last, could not be saved; make room, then {HOW_TO_RESUME}")
+        raise RunError(
+            f"step {step}, the last, could not be saved; make room, then {HOW_TO_RESUME}"
+        )
     run.logger.write_result(result)
     return result
 
@@ -168,15 +195,28 @@ class Training:
 
     Attributes:
       variables: every variable that checkpoints hold, by name.
-      hooks: functions of (number of finished steps, steps whose metrics have arrived), called after every step.
+      hooks: functions of (number of finished steps, steps whose metrics have arrived), called after
+        every step.
       evaluations: records of the evaluations after the last step, if it was evaluated.
       reached: the first accuracy that met the target; 0 until then.
       stop_signal: the signal that ends the run, on which a cluster's workers agree; 0 without one.
     """
 
-    def __init__(self, setup: RunSetup, directory: RunDirectory, signals: StopSignals, callbacks: Callbacks):
-        self.setup, self.directory, self.signals, self.callbacks = setup, directory, signals, callbacks
-        self.config, self.workers, self.length, self.timer = setup.config, setup.workers, setup.length, setup.timer
+    def __init__(
+        self, setup: RunSetup, directory: RunDirectory, signals: StopSignals, callbacks: Callbacks
+    ):
+        self.setup, self.directory, self.signals, self.callbacks = (
+            setup,
+            directory,
+            signals,
+            callbacks,
+        )
+        self.config, self.workers, self.length, self.timer = (
+            setup.config,
+            setup.workers,
+            setup.length,
+            setup.timer,
+        )
         config, train, length = setup.config, setup.dataset.train, setup.length
 
         rows = config.examples_drawn * len(setup.local_towers) // len(setup.towers)
@@ -187,13 +227,17 @@ class Training:
             config, setup.towers, setup.precision, train, length, augmentation, setup.strategy
         )
         self.variables = self.state.named_variables()
-        self.step_runner = StepRunner(train_step, self.state.optimizer, build.make_image_size_fn(config, length))
+        self.step_runner = StepRunner(
+            train_step, self.state.optimizer, build.make_image_size_fn(config, length)
+        )
         self.diagnose = make_diagnose_fn(self.state.model, augmentation, setup.local_towers)
         self.health = Health(self.state, setup.step_towers)
         self.logger = RunLogger(setup, self.state.model, callbacks)
         self.log = self.logger.log
         show = functools.partial(self.logger.progress.activity, "evaluating")
-        classify = make_classify_fn(self.state.model, setup.local_towers, augmentation, self.workers, show)
+        classify = make_classify_fn(
+            self.state.model, setup.local_towers, augmentation, self.workers, show
+        )
         self.evaluator = Evaluator(
             functools.partial(score_split, classify),
             {"validation": setup.dataset.validation, "test": setup.dataset.test},
@@ -202,10 +246,12 @@ class Training:
             length.last,
             config.tta,
         )
-        self.facts = {  # what else its numbers depend on, besides recipe and data; a resumed run may differ in it
+        # what else its numbers depend on, besides recipe and data; a resumed run may differ in it
+        self.facts = {
             "precision": setup.precision,
             "towers": len(setup.step_towers),
-            "threads": tf.config.threading.get_intra_op_parallelism_threads(),  # 0: as TensorFlow chooses
+            # 0: as TensorFlow chooses
+            "threads": tf.config.threading.get_intra_op_parallelism_threads(),
             "strategy": config.strategy,
             "jit_compile": config.jit_compile,
             **code_facts(config),
@@ -222,14 +268,18 @@ class Training:
         self.evaluations: list[dict] = []
         self.reached = 0.0
         self.stop_signal = 0
-        self._was_slow = False  # whether the last step was compiled, or was the first with diagnostics
+        self._was_slow = (
+            False  # whether the last step was compiled, or was the first with diagnostics
+        )
         self._is_diagnosed = False  # whether a step's diagnostics were computed
 
     # The start of a run
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
-        """Restore the run, and open its files; yield the number of finished steps. Afterwards end the live display."""
+        """Restore the run, and open its files; yield the number of finished steps. Afterwards end
+        the live display.
+        """
         self.logger.log_start()
         step = self.restore()
         self.directory.clear()
@@ -247,7 +297,8 @@ class Training:
             self.logger.close()
 
     def restore(self) -> int:
-        """Restore the checkpoint that the directory was opened with, or start with `init_from`; return its step.
+        """Restore the checkpoint that the directory was opened with, or start with `init_from`;
+        return its step.
 
         Raises:
           UsageError: the checkpoint or the run of `init_from` is of another model.
@@ -262,23 +313,27 @@ class Training:
         dataset = self.setup.dataset
         if changed := dataset.changed_splits(metadata):
             raise DataError(
-                f"{self.directory.path} was trained on other {' and '.join(changed)} images than {dataset.name} has "
-                "now; put the images back as they were, or give another --train_dir, or --overwrite"
+                f"{self.directory.path} was trained on other {' and '.join(changed)} images than "
+                f"{dataset.name} has now; put the images back as they were, or give another "
+                "--train_dir, or --overwrite"
             )
         assign(self.variables, values, self.directory.path)
         self.timer.resume(metadata)
         self.health.restore(metadata)
         self.evaluations = metadata["evaluations"]
         changes = describe_differences(metadata["facts"], self.facts)
-        since = f"; since then: {', '.join(changes)}, which changes what is computed" if changes else ""
+        since = (
+            f"; since then: {', '.join(changes)}, which changes what is computed" if changes else ""
+        )
         self.log(f"resuming from step {metadata['step']}{since}")
         return metadata["step"]
 
     def initialize(self, source: Path) -> None:
-        """Start with the newest weights of another run: those of equal name and shape. Log which others are new.
+        """Start with the newest weights of another run: those of equal name and shape. Log which
+        others are new.
 
-        The weights are the moving averages of the other run if it keeps some. The new run's own averages start with the
-        same values. Integers, such as seeds, are not copied.
+        The weights are the moving averages of the other run if it keeps some. The new run's own
+        averages start with the same values. Integers, such as seeds, are not copied.
         """
         values, metadata = read_checkpoint(find_checkpoint(source))
         prefix = "ema." if any(name.startswith("ema.") for name in values) else "model."
@@ -294,7 +349,8 @@ class Training:
                     new.append(path)
         if not fitting:
             raise UsageError(
-                f"init_from={source} has no weight of this model; its model is {metadata['recipe']['model']}"
+                f"init_from={source} has no weight of this model; its model is "
+                f"{metadata['recipe']['model']}"
             )
         kind = "averaged weights" if prefix == "ema." else "weights"
         also = f"; new here: {listed(new)}" if new else ""
@@ -303,10 +359,12 @@ class Training:
     # A step
 
     def start_step(self, step: int, batch: Batch) -> list[FinishedStep]:
-        """Start the update that makes `step` into `step + 1`; return the steps whose metrics have arrived.
+        """Start the update that makes `step` into `step + 1`; return the steps whose metrics have
+        arrived.
 
-        Usually the metrics of a step arrive with the next call. They arrive at once after a compilation, on a cluster,
-        in a run with --profile_steps, or before a summary, an evaluation, a checkpoint or the end of an epoch.
+        Usually the metrics of a step arrive with the next call. They arrive at once after a
+        compilation, on a cluster, in a run with --profile_steps, or before a summary, an
+        evaluation, a checkpoint or the end of an epoch.
         """
         self._was_slow = needs_compilation = self.step_runner.needs_compilation(step)
         self.timer.end_phase("compile" if needs_compilation else "input")
@@ -333,7 +391,9 @@ class Training:
         return step % self.length.steps_per_epoch == 0 or step == self.length.last
 
     def _should_save(self, step: int) -> bool:
-        return self.workers.is_chief and self.directory.should_save(step, self.evaluator.is_due(step))
+        return self.workers.is_chief and self.directory.should_save(
+            step, self.evaluator.is_due(step)
+        )
 
     # Hooks: what happens after a step
 
@@ -343,7 +403,8 @@ class Training:
             if line := self.health.record(each):
                 if self.health.skipped_in_a_row >= MAX_SKIPPED_STEPS:
                     raise DivergedError(
-                        f"{line}; {self.describe_latest()}; give --overwrite with a smaller --learning_rate"
+                        f"{line}; {self.describe_latest()}; give --overwrite with a smaller "
+                        "--learning_rate"
                     )
                 self.log(line)
             diagnostics = self._diagnose(each) if self.logger.is_summary_step(each.step) else None
@@ -351,10 +412,14 @@ class Training:
         self.timer.end_phase("compile" if self._was_slow else "report")
 
     def _diagnose(self, finished: FinishedStep) -> StepDiagnostics:
-        """Return the diagnostics of a step, with the gradient norms and cosines of all workers' towers."""
+        """Return the diagnostics of a step, with the gradient norms and cosines of all workers'
+        towers.
+        """
         diagnostics = self.diagnose(finished)
         self._was_slow, self._is_diagnosed = self._was_slow or not self._is_diagnosed, True
-        pairs = self.workers.gather((diagnostics.tower_gradient_norm, diagnostics.tower_gradient_cosine))
+        pairs = self.workers.gather(
+            (diagnostics.tower_gradient_norm, diagnostics.tower_gradient_cosine)
+        )
         norms, cosines = map(np.concatenate, zip(*pairs, strict=True))
         return diagnostics._replace(tower_gradient_norm=norms, tower_gradient_cosine=cosines)
 
@@ -369,36 +434,56 @@ class Training:
             self.logger.log_epoch(step, finished[-1].learning_rates, self.evaluations)
 
     def save_if_due(self, step: int, finished: Sequence[FinishedStep]) -> None:
-        """Save a checkpoint if one is due, the metrics of `step` have arrived, and the step was not skipped.
+        """Save a checkpoint if one is due, the metrics of `step` have arrived, and the step was not
+        skipped.
 
         `finish` saves the last step.
         """
-        is_good = step < self.length.last and self.step_runner.is_up_to_date and not self.health.skipped_in_a_row
+        is_good = (
+            step < self.length.last
+            and self.step_runner.is_up_to_date
+            and not self.health.skipped_in_a_row
+        )
         if is_good and self._should_save(step):
             self.save_now(step)
 
     def note_target(self, step: int, finished: Sequence[FinishedStep] = ()) -> None:
-        """Set `reached` once the reported weights meet the target on the first split without test-time augmentation."""
-        plain = [s for s in self.evaluations if not s["tta"] and s["split"] == self.evaluations[0]["split"]]
+        """Set `reached` once the reported weights meet the target on the first split without
+        test-time augmentation.
+        """
+        plain = [
+            s
+            for s in self.evaluations
+            if not s["tta"] and s["split"] == self.evaluations[0]["split"]
+        ]
         score, target = reported_score(plain), self.config.target_accuracy
         if target and not self.reached and score and score["accuracy"] >= target:
             self.reached = score["accuracy"]
             self.log(
-                f"reached {100 * self.reached:.2f} % on {score['split']} (target {100 * target:.2f} %) at step "
-                f"{step}, after {training_seconds(self.timer.seconds):.1f} s of training"
+                f"reached {100 * self.reached:.2f} % on {score['split']} (target "
+                f"{100 * target:.2f} %) at step {step}, after "
+                f"{training_seconds(self.timer.seconds):.1f} s of training"
             )
 
     def note_signal(self, step: int, finished: Sequence[FinishedStep]) -> None:
-        """Note a signal to stop, also one during the hooks before: on a cluster, the one that the step exchanged."""
+        """Note a signal to stop, also one during the hooks before: on a cluster, the one that the
+        step exchanged.
+        """
         is_cluster = self.workers.size > 1
-        self.stop_signal = int(finished[-1].metrics.stop_signal) if is_cluster else self.signals.received
+        self.stop_signal = (
+            int(finished[-1].metrics.stop_signal) if is_cluster else self.signals.received
+        )
 
     # Evaluating and saving
 
     def evaluate_now(self, step: int, final: bool = False) -> None:
-        """Score the validation split if there is one, else test; both if `final`. Log the scores."""
+        """Score the validation split if there is one, else test; both if `final`. Log the
+        scores.
+        """
         evaluations = self.evaluator.run(final)
-        self.evaluations = self.logger.log_evaluation(step, evaluations, self.evaluator.splits, final)
+        self.evaluations = self.logger.log_evaluation(
+            step, evaluations, self.evaluator.splits, final
+        )
         self.timer.end_phase("evaluate")
 
     def values(self) -> dict[str, np.ndarray]:
@@ -406,7 +491,9 @@ class Training:
         return {name: variable.numpy() for name, variable in self.variables.items()}
 
     def save_now(self, step: int, wait: bool = False) -> bool:
-        """Save the state after `step`; return whether it is saved. With `wait`, all workers wait for worker 0."""
+        """Save the state after `step`; return whether it is saved. With `wait`, all workers wait
+        for worker 0.
+        """
         if wait:
             return self.workers.broadcast_from_chief(lambda: self._save(step))
         return not self.workers.is_chief or self._save(step)
@@ -436,7 +523,9 @@ class Training:
         return self.workers.broadcast_from_chief(self.directory.describe_latest)
 
     def save_early(self, step: int) -> BaseException:
-        """Save the last finished step; return the error to raise: that of a callback, or that of the signal."""
+        """Save the last finished step; return the error to raise: that of a callback, or that of
+        the signal.
+        """
         self.check_and_log(step, self.step_runner.finish())
         self.logger.progress.pause()
         saved = self.save_now(step, wait=True)

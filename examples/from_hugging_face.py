@@ -12,11 +12,15 @@ import numpy as np
 
 
 def save(name, image, label, path):
-    """Save train and test of a data set. `image` and `label` are its columns; the pictures have one size."""
+    """Save train and test of a data set. `image` and `label` are its columns; the pictures have one
+    size.
+    """
     arrays = {}
     for split in ("train", "test"):
         rows = datasets.load_dataset(name, split=split)
-        arrays[f"x_{split}"] = np.stack([np.asarray(picture.convert("RGB")) for picture in rows[image]])
+        arrays[f"x_{split}"] = np.stack(
+            [np.asarray(picture.convert("RGB")) for picture in rows[image]]
+        )
         arrays[f"y_{split}"] = np.array(rows[label])
     np.savez(path, class_names=rows.features[label].names, **arrays)
 

@@ -17,7 +17,9 @@ class Tracker:
 
     def on_evaluation(self, step, evaluation):
         name = f"{evaluation['split']}_{evaluation['weights']}_tta{evaluation['tta']}"
-        mlflow.log_metrics({f"{name}_{key}": evaluation[key] for key in ("accuracy", "loss", "ece")}, step)
+        mlflow.log_metrics(
+            {f"{name}_{key}": evaluation[key] for key in ("accuracy", "loss", "ece")}, step
+        )
 
     def on_end(self, run):
         mlflow.end_run()

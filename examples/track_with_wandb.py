@@ -1,4 +1,6 @@
-"""A training that Weights & Biases follows: pip install wandb && python examples/track_with_wandb.py"""
+"""A training that Weights & Biases follows: pip install wandb && python
+examples/track_with_wandb.py
+"""
 
 import wandb
 
@@ -16,7 +18,9 @@ class Tracker:
 
     def on_evaluation(self, step, evaluation):
         name = f"{evaluation['split']}/{evaluation['weights']}/tta{evaluation['tta']}"
-        self.tracked.log({f"{name}/{key}": evaluation[key] for key in ("accuracy", "loss", "ece")}, step)
+        self.tracked.log(
+            {f"{name}/{key}": evaluation[key] for key in ("accuracy", "loss", "ece")}, step
+        )
 
     def on_end(self, run):
         self.tracked.finish()

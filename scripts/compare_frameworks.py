@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Training steps of this project beside those of other frameworks on this machine, in images per second.
+"""Training steps of this project beside those of other frameworks on this machine, in images per
+second.
 
   compare_frameworks.py                                            all nets, three rounds
   compare_frameworks.py --nets=resnet20 --frameworks=ours,keras    some of them
 
-Each measurement is a process of its own. Every round takes all frameworks in another order. Ours is a training, with
-input, augmentation and the recipe's optimizer; ours-xla adds --jit_compile. The others are bare steps of the same net
-and batch with momentum SGD (scripts/peers.py), on all cores or on the first GPU: keras is Keras `fit` as TensorFlow
-comes, keras-onednn has TF_ENABLE_ONEDNN_OPTS=1, which ours has too.
+Each measurement is a process of its own. Every round takes all frameworks in another order. Ours is
+a training, with input, augmentation and the recipe's optimizer; ours-xla adds --jit_compile. The
+others are bare steps of the same net and batch with momentum SGD (scripts/peers.py), on all cores
+or on the first GPU: keras is Keras `fit` as TensorFlow comes, keras-onednn has
+TF_ENABLE_ONEDNN_OPTS=1, which ours has too.
 """
 
 import argparse
@@ -52,18 +54,28 @@ def main() -> None:
     for net in args.nets:
         _, size, batch_size = NETS[net]
         rates = measure(net, frameworks, args.rounds, args.precision)
-        print(f"\n{net}, {batch_size:,} images of {size}x{size}, {args.precision}\n{format_table(rates)}\n", flush=True)
+        print(
+            f"\n{net}, {batch_size:,} images of {size}x{size}, "
+            f"{args.precision}\n{format_table(rates)}\n",
+            flush=True,
+        )
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the arguments of the command line, with lists of frameworks and nets."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     default = ",".join(name for name in FRAMEWORKS if HAS_GPU or name != "ours-xla")
     parser.add_argument("--frameworks", default=default, help="default: %(default)s")
     parser.add_argument(
-        "--nets", default="speed94,resnet20,cifarnet", help=f"of {', '.join(NETS)}; default: %(default)s"
+        "--nets",
+        default="speed94,resnet20,cifarnet",
+        help=f"of {', '.join(NETS)}; default: %(default)s",
     )
-    parser.add_argument("--rounds", type=int, default=3, help="number of measurements of each; default: %(default)s")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="number of measurements of each; default: %(default)s"
+    )
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args(arguments)
     for option, known in (("frameworks", FRAMEWORKS), ("nets", tuple(NETS))):
@@ -74,8 +86,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return args
 
 
-def measure(net: str, frameworks: Sequence[str], rounds: int, precision: str) -> dict[str, list[float]]:
-    """Return the images per second of each framework, a number per round. A framework that fails is left out."""
+def measure(
+    net: str, frameworks: Sequence[str], rounds: int, precision: str
+) -> dict[str, list[float]]:
+    """Return the images per second of each framework, a number per round. A framework that fails is
+    left out.
+    """
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     rates: dict[str, list[float]] = {framework: [] for framework in frameworks}
     for number in range(rounds):
@@ -99,17 +115,26 @@ def rate_of_ours(net: str, precision: str, jit_compile: bool) -> float:
     """Return the images per second of a short training on one GPU or two towers on the CPU."""
     _, size, batch_size = NETS[net]
     recipe, crop = net.partition("-")[0], size if size < 32 else 0
-    flags = [f"--recipe={recipe}", f"--crop={crop}", "--image_size_schedule=", f"--batch_size={batch_size}"]
+    flags = [
+        f"--recipe={recipe}",
+        f"--crop={crop}",
+        "--image_size_schedule=",
+        f"--batch_size={batch_size}",
+    ]
     flags += ["--dataset=auto", f"--precision={precision}"]
     config = short_training(parse_command_line(TrainConfig, flags), on_gpus=HAS_GPU)
     case = BenchmarkCase(0, "towers", "", jit_compile)
     with tempfile.TemporaryDirectory() as directory:
-        return visit(config, case, [sys.executable, str(REPOSITORY / "scripts/train.py")], Path(directory))[0]
+        return visit(
+            config, case, [sys.executable, str(REPOSITORY / "scripts/train.py")], Path(directory)
+        )[0]
 
 
 def rate_of_peer(framework: str, net: str, precision: str) -> float:
     """Return the images per second of bare steps of another framework."""
-    environment = {name: value for name, value in os.environ.items() if name != ONEDNN}  # this project sets it
+    environment = {
+        name: value for name, value in os.environ.items() if name != ONEDNN
+    }  # this project sets it
     environment |= {ONEDNN: "1"} if framework == "keras-onednn" else {}
     environment |= {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
     steps = "20" if HAS_GPU or NETS[net][-1] < 1024 else "5"  # of five to fifteen seconds each
@@ -123,7 +148,9 @@ def rate_of_peer(framework: str, net: str, precision: str) -> float:
 
 def format_table(rates: dict[str, list[float]]) -> str:
     """Return the median of each framework, and the rate of ours divided by it."""
-    medians = {framework: statistics.median(values) for framework, values in rates.items() if values}
+    medians = {
+        framework: statistics.median(values) for framework, values in rates.items() if values
+    }
     rows = [["framework", "images/s", "min-max", "ours / its"]]
     for framework, median in sorted(medians.items(), key=lambda item: -item[1]):
         low, high = min(rates[framework]), max(rates[framework])

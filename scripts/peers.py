@@ -1,8 +1,10 @@
-"""A training step of another framework: `python -m scripts.peers keras resnet20 32 128 float32 20` prints images/s.
+"""A training step of another framework: `python -m scripts.peers keras resnet20 32 128 float32 20`
+prints images/s.
 
-The nets are those of `cifar_towers/models/`, written as a user of Keras or PyTorch writes them. A step computes the
-cross entropy, its gradients and an update by momentum SGD. It repeats one batch that is in memory, without input and
-augmentation. The whitening of speednet94 is frozen, as it is in most of a run.
+The nets are those of `cifar_towers/models/`, written as a user of Keras or PyTorch writes them. A
+step computes the cross entropy, its gradients and an update by momentum SGD. It repeats one batch
+that is in memory, without input and augmentation. The whitening of speednet94 is frozen, as it is
+in most of a run.
 """
 
 import itertools
@@ -18,26 +20,42 @@ TRAINED_PARAMETERS = {"speednet94": 1_971_328, "resnet20": 269_722, "cifarnet": 
 SGD = {"momentum": 0.9, "nesterov": True}
 
 
-def main(framework: str, net: str, image_size: str, batch_size: str, precision: str, steps: str) -> None:
+def main(
+    framework: str, net: str, image_size: str, batch_size: str, precision: str, steps: str
+) -> None:
     """Print the images per second of the timed steps."""
-    random, size, count, timed = np.random.default_rng(0), int(image_size), int(batch_size), int(steps)
+    random, size, count, timed = (
+        np.random.default_rng(0),
+        int(image_size),
+        int(batch_size),
+        int(steps),
+    )
     images = random.normal(size=(count, size, size, 3)).astype(np.float32)
     labels = random.integers(10, size=count)
     if framework == "keras":
         trained, make_steps = keras_fit(net, images, labels, precision)
     else:
-        trained, make_steps = pytorch(net, images, labels, precision, compiled=framework == "pytorch-compiled")
+        trained, make_steps = pytorch(
+            net, images, labels, precision, compiled=framework == "pytorch-compiled"
+        )
     if trained != TRAINED_PARAMETERS[net]:
-        sys.exit(f"{framework} trains {trained:,} parameters of {net} in place of {TRAINED_PARAMETERS[net]:,}")
+        sys.exit(
+            f"{framework} trains {trained:,} parameters of {net} in place of "
+            f"{TRAINED_PARAMETERS[net]:,}"
+        )
     ends = make_steps(WARM_UP_STEPS + timed)
     print(count * timed / (ends[-1] - ends[WARM_UP_STEPS - 1]))
 
 
-# Keras ----------------------------------------------------------------------------------------------------------------
+# Keras --------------------------------------------------------------------------------------------
 
 
-def keras_fit(net: str, images: np.ndarray, labels: np.ndarray, precision: str) -> tuple[int, Callable]:
-    """Return the number of trained parameters, and a function (steps) -> times at which each step of `fit` ended."""
+def keras_fit(
+    net: str, images: np.ndarray, labels: np.ndarray, precision: str
+) -> tuple[int, Callable]:
+    """Return the number of trained parameters, and a function (steps) -> times at which each step
+    of `fit` ended.
+    """
     import keras
     import tensorflow as tf
 
@@ -81,28 +99,38 @@ def keras_net(net: str, image_size: int):
             x = L.Conv2D(channels, 3, padding="same", use_bias=False)(x)
             x = L.MaxPooling2D(2)(x) if part == 1 else x
             x = L.Activation("silu")(L.BatchNormalization(scale=False)(x))
-        return keras.Model(images, L.Dense(10, use_bias=False, dtype="float32")(L.GlobalMaxPooling2D()(x)))
+        return keras.Model(
+            images, L.Dense(10, use_bias=False, dtype="float32")(L.GlobalMaxPooling2D()(x))
+        )
     if net == "resnet20":
         x = L.ReLU()(conv_norm(x, 16))
         for channels, block in itertools.product((16, 32, 64), range(3)):
             shortcut, stride = x, 2 if channels > 16 and block == 0 else 1
             if stride == 2:  # new channels of zeros on both sides
-                shortcut = keras.ops.pad(x[:, ::2, ::2], [[0, 0], [0, 0], [0, 0], [channels // 4, channels // 4]])
+                shortcut = keras.ops.pad(
+                    x[:, ::2, ::2], [[0, 0], [0, 0], [0, 0], [channels // 4, channels // 4]]
+                )
             x = conv_norm(L.ReLU()(conv_norm(x, channels, stride)), channels)
             x = L.ReLU()(L.Add()([x, shortcut]))
         return keras.Model(images, L.Dense(10, dtype="float32")(L.GlobalAveragePooling2D()(x)))
     x = L.MaxPooling2D(3, 2, "same")(L.Conv2D(64, 5, padding="same", activation="relu")(x))
-    x = L.Conv2D(64, 5, padding="same", activation="relu")(L.Lambda(response_norm, dtype="float32")(x))
+    x = L.Conv2D(64, 5, padding="same", activation="relu")(
+        L.Lambda(response_norm, dtype="float32")(x)
+    )
     x = L.Flatten()(L.MaxPooling2D(3, 2, "same")(L.Lambda(response_norm, dtype="float32")(x)))
     x = L.Dense(192, activation="relu")(L.Dense(384, activation="relu")(x))
     return keras.Model(images, L.Dense(10, dtype="float32")(x))
 
 
-# PyTorch --------------------------------------------------------------------------------------------------------------
+# PyTorch ------------------------------------------------------------------------------------------
 
 
-def pytorch(net: str, images: np.ndarray, labels: np.ndarray, precision: str, compiled: bool) -> tuple[int, Callable]:
-    """Return the number of trained parameters, and a function (steps) -> times at which each step ended."""
+def pytorch(
+    net: str, images: np.ndarray, labels: np.ndarray, precision: str, compiled: bool
+) -> tuple[int, Callable]:
+    """Return the number of trained parameters, and a function (steps) -> times at which each step
+    ended.
+    """
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,7 +140,9 @@ def pytorch(net: str, images: np.ndarray, labels: np.ndarray, precision: str, co
     model = pytorch_net(net, images.shape[1]).to(device, memory_format=torch.channels_last)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, 0.01, **SGD, fused=True)
-    batch = torch.from_numpy(images).permute(0, 3, 1, 2).to(device)  # channels_last, as the bytes are
+    batch = (
+        torch.from_numpy(images).permute(0, 3, 1, 2).to(device)
+    )  # channels_last, as the bytes are
     targets = torch.from_numpy(labels).to(device)
     forward = torch.compile(model) if compiled else model
 
@@ -138,18 +168,27 @@ def pytorch_net(net: str, image_size: int):
     from torch.nn import functional as F
 
     def conv_norm(channels_in, channels, stride=1):
-        return [nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False), nn.BatchNorm2d(channels)]
+        return [
+            nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(channels),
+        ]
 
     class Block(nn.Module):
         def __init__(self, channels_in, channels):
             super().__init__()
             stride = self.stride = 1 if channels_in == channels else 2
             self.pad = (channels - channels_in) // 2
-            layers = [*conv_norm(channels_in, channels, stride), nn.ReLU(), *conv_norm(channels, channels)]
+            layers = [
+                *conv_norm(channels_in, channels, stride),
+                nn.ReLU(),
+                *conv_norm(channels, channels),
+            ]
             self.layers = nn.Sequential(*layers)
 
         def forward(self, x):
-            shortcut = F.pad(x[:, :, :: self.stride, :: self.stride], [0, 0, 0, 0, self.pad, self.pad])
+            shortcut = F.pad(
+                x[:, :, :: self.stride, :: self.stride], [0, 0, 0, 0, self.pad, self.pad]
+            )
             return F.relu(self.layers(x) + shortcut)
 
     if net == "speednet94":
@@ -159,17 +198,36 @@ def pytorch_net(net: str, image_size: int):
                 norm = nn.BatchNorm2d(channels)
                 norm.weight.requires_grad_(False)
                 pool = [nn.MaxPool2d(2)] if part == 0 else []
-                layers += [nn.Conv2d(channels_before, channels, 3, padding=1, bias=False), *pool, norm, nn.SiLU()]
-        return nn.Sequential(*layers, nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(256, 10, bias=False))
+                layers += [
+                    nn.Conv2d(channels_before, channels, 3, padding=1, bias=False),
+                    *pool,
+                    norm,
+                    nn.SiLU(),
+                ]
+        return nn.Sequential(
+            *layers, nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(256, 10, bias=False)
+        )
     if net == "resnet20":
         blocks = [Block(*pair) for pair in itertools.pairwise([16] * 4 + [32] * 3 + [64] * 3)]
-        layers = [*conv_norm(3, 16), nn.ReLU(), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
+        layers = [
+            *conv_norm(3, 16),
+            nn.ReLU(),
+            *blocks,
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(64, 10),
+        ]
         return nn.Sequential(*layers)
     norm = nn.LocalResponseNorm(9, 0.001, 0.75)
     pool = nn.MaxPool2d(3, 2, 1)
     layers = [nn.Conv2d(3, 64, 5, padding=2), nn.ReLU(), pool, norm]
     layers += [nn.Conv2d(64, 64, 5, padding=2), nn.ReLU(), norm, pool, nn.Flatten()]
-    layers += [nn.Linear(64 * (image_size // 4) ** 2, 384), nn.ReLU(), nn.Linear(384, 192), nn.ReLU()]
+    layers += [
+        nn.Linear(64 * (image_size // 4) ** 2, 384),
+        nn.ReLU(),
+        nn.Linear(384, 192),
+        nn.ReLU(),
+    ]
     return nn.Sequential(*layers, nn.Linear(192, 10))
 
 

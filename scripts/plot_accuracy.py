@@ -21,7 +21,9 @@ from cifar_towers.inference.runs import read_runs
 
 def main() -> None:
     """Write the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", type=Path, help="directories of runs")
     parser.add_argument("--out", default="accuracy.png", help="picture; default: %(default)s")
     args = parser.parse_args()
@@ -29,19 +31,38 @@ def main() -> None:
 
 
 def draw(runs: Sequence[Run]) -> Figure:
-    """Draw the reported weights of each run: a line without test-time augmentation, a star with it."""
+    """Draw the reported weights of each run: a line without test-time augmentation, a star with
+    it.
+    """
     figure = Figure((8, 4.2), layout="constrained")
     axes = figure.subplots()
     for run in runs:
         best = run.reported_score
-        plain = [r for r in run.evaluations if (r["split"], r["tta"], r["weights"]) == ("test", 0, best["weights"])]
+        plain = [
+            r
+            for r in run.evaluations
+            if (r["split"], r["tta"], r["weights"]) == ("test", 0, best["weights"])
+        ]
         minutes = [record["training_seconds"] / 60 for record in plain]
         name = f"{run.title}: {100 * best['accuracy']:.2f} %"
-        (line,) = axes.plot(minutes, [100 * record["accuracy"] for record in plain], marker="o", label=name)
+        (line,) = axes.plot(
+            minutes, [100 * record["accuracy"] for record in plain], marker="o", label=name
+        )
         if best["tta"]:
-            axes.plot(minutes[-1], 100 * best["accuracy"], marker="*", markersize=13, color=line.get_color())
-    machines = {"{processor}, {cores} cores, {precision}".format_map(run.environment) for run in runs}
-    axes.set_title(f"{'; '.join(sorted(machines))}\nlines: without test-time augmentation; stars: with it", fontsize=9)
+            axes.plot(
+                minutes[-1],
+                100 * best["accuracy"],
+                marker="*",
+                markersize=13,
+                color=line.get_color(),
+            )
+    machines = {
+        "{processor}, {cores} cores, {precision}".format_map(run.environment) for run in runs
+    }
+    axes.set_title(
+        f"{'; '.join(sorted(machines))}\nlines: without test-time augmentation; stars: with it",
+        fontsize=9,
+    )
     axes.set(xlabel="minutes of training", ylabel="test accuracy, %", ylim=(70, 97))
     axes.grid(alpha=0.4)
     axes.legend(loc="lower right")

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""The training of a net on towers, as `cifar-towers train`: `train.py --recipe=speed94 --num_gpus=2`."""
+"""The training of a net on towers, as `cifar-towers train`: `train.py --recipe=speed94
+--num_gpus=2`.
+"""
 
 import sys
 from pathlib import Path

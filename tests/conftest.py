@@ -1,7 +1,7 @@
 """Fixtures of all tests.
 
-The CPU is split into eight logical devices before TensorFlow is initialized, so that towers run on any machine; under
-`make test-gpu` the GPUs are split into four.
+The CPU is split into eight logical devices before TensorFlow is initialized, so that towers run on
+any machine; under `make test-gpu` the GPUs are split into four.
 """
 
 import os
@@ -29,7 +29,9 @@ def pytest_configure(config):
 
         from cifar_towers.towers import make_towers
 
-        tf.config.experimental.enable_tensor_float_32_execution(False)  # no witness of float32 has 10 bits
+        tf.config.experimental.enable_tensor_float_32_execution(
+            False
+        )  # no witness of float32 has 10 bits
         make_towers(MAX_TOWERS)
 
 

@@ -12,4 +12,6 @@ def lines_with(text, *parts):
 
 def words_and_numbers(text):
     """Return the words of `text`, with n in place of numbers, and the numbers."""
-    return re.sub(NUMBER, "n", text).split(), [float(n.replace(",", "")) for n in re.findall(NUMBER, text)]
+    return re.sub(NUMBER, "n", text).split(), [
+        float(n.replace(",", "")) for n in re.findall(NUMBER, text)
+    ]

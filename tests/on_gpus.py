@@ -1,6 +1,8 @@
-"""The program of `make test-gpu`: tests, steps beside Keras, the benchmark and speed94 on a machine with GPUs.
+"""The program of `make test-gpu`: tests, steps beside Keras, the benchmark and speed94 on a machine
+with GPUs.
 
-Without GPUs it runs nothing. It adds a row to the table of docs/gpus.md. Look at the row before you commit it.
+Without GPUs it runs nothing. It adds a row to the table of docs/gpus.md. Look at the row before you
+commit it.
 """
 
 import argparse
@@ -20,8 +22,14 @@ from tests.programs import COMMAND
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs/gpus.md"
-STEPS = {"cifarnet": "cifarnet", "resnet20": "resnet20", "speed94-at-20": "speed94 at 20x20", "speed94": "at 32x32"}
-HEADER = "| GPUs | Driver, TensorFlow | Tests | speed94 with TTA 2, without | The same with `--jit_compile` | "
+STEPS = {
+    "cifarnet": "cifarnet",
+    "resnet20": "resnet20",
+    "speed94-at-20": "speed94 at 20x20",
+    "speed94": "at 32x32",
+}
+HEADER = "| GPUs | Driver, TensorFlow | Tests | speed94 with TTA 2, without | "
+HEADER += "The same with `--jit_compile` | "
 HEADER += " | ".join(STEPS.values()) + " | Failed |"
 RUNS = {"speed94": [], "speed94-xla": ["--jit_compile"]}
 NO_GPU = "no GPU here: nothing was run, and nothing counts as passed"
@@ -30,8 +38,12 @@ NO_GPU = "no GPU here: nothing was run, and nothing counts as passed"
 def main() -> int:
     """Run all parts, even after one has failed, and return 1 if any has."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--without-bench", action="store_true", help="leave out the benchmark, 20 minutes")
-    parser.add_argument("--rounds", type=int, default=2, help="visits of each step; default: %(default)s")
+    parser.add_argument(
+        "--without-bench", action="store_true", help="leave out the benchmark, 20 minutes"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="visits of each step; default: %(default)s"
+    )
     arguments = parser.parse_args()
     devices = _devices()
     if not devices["gpus"]:
@@ -41,7 +53,15 @@ def main() -> int:
     failed = []
     with tempfile.TemporaryDirectory() as directory:
         junit = Path(directory, "tests.xml")
-        tests = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/training", f"--junitxml={junit}"]
+        tests = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            "gpu",
+            "tests/training",
+            f"--junitxml={junit}",
+        ]
         if _run(tests, CIFAR_TOWERS_TEST_ON_GPUS="1"):
             failed.append("tests")
         counts = read_counts(junit.read_text()) if junit.exists() else "not run"
@@ -49,10 +69,21 @@ def main() -> int:
             failed.append("make bench")
         results = []
         for name, flags in RUNS.items():
-            if _run([*COMMAND, "train", "--recipe=speed94", *flags, f"--train_dir={Path(directory, name)}"]):
+            if _run(
+                [
+                    *COMMAND,
+                    "train",
+                    "--recipe=speed94",
+                    *flags,
+                    f"--train_dir={Path(directory, name)}",
+                ]
+            ):
                 failed.append(name)
             results.append(read_json(Path(directory, name, "result.json")))
-        rates = {net: measure(net, ["ours", "ours-xla", "keras"], arguments.rounds, "bfloat16") for net in STEPS}
+        rates = {
+            net: measure(net, ["ours", "ours-xla", "keras"], arguments.rounds, "bfloat16")
+            for net in STEPS
+        }
     row = make_row(devices, counts, results, rates, failed)
     TABLE.write_text(add_row(TABLE.read_text(), row))
     print(f"{HEADER}\n{row}\nadded to {TABLE}")
@@ -68,12 +99,17 @@ def describe(devices: dict) -> str:
 def read_counts(junit: str) -> str:
     """Return `58 passed, 1 failed` of a JUnit file."""
     suite = re.search(r"<testsuite [^>]*>", junit).group()
-    number = {name: int(re.search(rf'\b{name}="(\d+)"', suite).group(1)) for name in ("tests", "failures", "errors")}
+    number = {
+        name: int(re.search(rf'\b{name}="(\d+)"', suite).group(1))
+        for name in ("tests", "failures", "errors")
+    }
     bad = number["failures"] + number["errors"]
     return f"{number['tests'] - bad} passed, {bad} failed"
 
 
-def make_row(devices: dict, counts: str, results: list[dict], rates: dict[str, dict], failed: list[str]) -> str:
+def make_row(
+    devices: dict, counts: str, results: list[dict], rates: dict[str, dict], failed: list[str]
+) -> str:
     """Return the row of the table of docs/gpus.md, with a dash for each unknown value."""
     cells = [
         f"{describe(devices)}, {datetime.date.today()}",
@@ -93,13 +129,20 @@ def describe_run(result: dict) -> str:
     accuracy = {score["tta"]: f"{100 * score['accuracy']:.2f} %" for score in result["evaluations"]}
     seconds = sum(result["seconds"].get(phase, 0) for phase in ("train", "input", "report"))
     compilation = result["seconds"].get("compile", 0)
-    return f"{accuracy.get(2, '-')}, {accuracy.get(0, '-')}; {seconds:.1f} s + {compilation:.1f} s of compilation"
+    time = f"{seconds:.1f} s + {compilation:.1f} s of compilation"
+    return f"{accuracy.get(2, '-')}, {accuracy.get(0, '-')}; {time}"
 
 
 def describe_steps(batch_size: int, rates: dict[str, list[float]]) -> str:
-    """Return the median step of each framework, as `ours 8.1, ours-xla 2.2, keras 2.3 ms`; a dash without any."""
-    medians = {framework: statistics.median(values) for framework, values in rates.items() if values}
-    steps = ", ".join(f"{framework} {1000 * batch_size / rate:.1f}" for framework, rate in medians.items())
+    """Return the median step of each framework, as `ours 8.1, ours-xla 2.2, keras 2.3 ms`; a dash
+    without any.
+    """
+    medians = {
+        framework: statistics.median(values) for framework, values in rates.items() if values
+    }
+    steps = ", ".join(
+        f"{framework} {1000 * batch_size / rate:.1f}" for framework, rate in medians.items()
+    )
     return f"{steps} ms" if steps else "-"
 
 
@@ -113,15 +156,23 @@ def add_row(page: str, row: str) -> str:
 
 
 def _devices() -> dict:
-    """Ask a process that ends before others need the GPUs for their names, their driver and TensorFlow's version."""
+    """Ask a process that ends before others need the GPUs for their names, their driver and
+    TensorFlow's version.
+    """
     program = (
         "import json, tensorflow as tf; from cifar_towers.hardware import gpu_names\n"
         "print(json.dumps({'gpus': gpu_names(), 'tensorflow': tf.__version__}))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     try:
         smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(smi, capture_output=True, text=True, timeout=60).stdout.split("\n")[0].strip()
+        driver = (
+            subprocess.run(smi, capture_output=True, text=True, timeout=60)
+            .stdout.split("\n")[0]
+            .strip()
+        )
     except OSError:
         driver = ""
     return json.loads(done.stdout.splitlines()[-1]) | {"driver": driver}

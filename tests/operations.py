@@ -6,7 +6,9 @@ NOT_RUN = {"Const", "NoOp", "Placeholder"}
 
 
 def reachable(function: tf.types.experimental.ConcreteFunction) -> set[tf.Operation]:
-    """Return those that the function's outputs and side effects depend on; TensorFlow prunes the others."""
+    """Return those that the function's outputs and side effects depend on; TensorFlow prunes the
+    others.
+    """
     found: set[tf.Operation] = set()
     queue = [tensor.op for tensor in function.graph.outputs] + list(function.graph.control_outputs)
     while queue:
@@ -28,7 +30,9 @@ def count_launched(function: tf.types.experimental.ConcreteFunction) -> int:
 
 
 def compiled_types(function: tf.types.experimental.ConcreteFunction) -> set[str]:
-    """Return the types of the operations in the functions that XLA compiles, with the functions that they call."""
+    """Return the types of the operations in the functions that XLA compiles, with the functions
+    that they call.
+    """
     library = {each.signature.name: each for each in function.graph.as_graph_def().library.function}
     queue = [
         call.get_attr("f").name

@@ -5,7 +5,9 @@ from PIL import Image
 
 
 def write_folder(root, **splits):
-    """Write the pictures of splits, each below the name of its class; return the value of `--dataset`."""
+    """Write the pictures of splits, each below the name of its class; return the value of
+    `--dataset`.
+    """
     for name, split in splits.items():
         for index, (image, label) in enumerate(zip(split.images, split.labels, strict=True)):
             place = root / name / split.info.class_names[label]
@@ -15,7 +17,9 @@ def write_folder(root, **splits):
 
 
 def write_table(root, **splits):
-    """Write a table of the pictures of splits, and the pictures beside it; return the value of `--dataset`."""
+    """Write a table of the pictures of splits, and the pictures beside it; return the value of
+    `--dataset`.
+    """
     write_folder(root / "pictures", **splits)
     paths = [path.relative_to(root) for path in sorted(root.glob("pictures/*/*/*.png"))]
     rows = [f"{path},{path.parent.name},{path.parts[1]}" for path in paths]
@@ -24,7 +28,9 @@ def write_table(root, **splits):
 
 
 def write_arrays(root, **splits):
-    """Write splits as the arrays of one file, with the names of the classes; return the value of `--dataset`."""
+    """Write splits as the arrays of one file, with the names of the classes; return the value of
+    `--dataset`.
+    """
     root.mkdir(parents=True, exist_ok=True)
     arrays = {f"x_{name}": split.images for name, split in splits.items()}
     arrays |= {f"y_{name}": split.labels for name, split in splits.items()}

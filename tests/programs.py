@@ -15,7 +15,11 @@ def start(program, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, *
     """Start a program, with more variables in its environment."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     return subprocess.Popen(
-        [*COMMAND, program, *map(str, arguments)], env=environment, stdout=stdout, stderr=stderr, text=True
+        [*COMMAND, program, *map(str, arguments)],
+        env=environment,
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
     )
 
 

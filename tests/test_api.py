@@ -1,4 +1,6 @@
-"""The package from Python: runs, their records and models, interrupts, and what it leaves as it was."""
+"""The package from Python: runs, their records and models, interrupts, and what it leaves as it
+was.
+"""
 
 import logging
 import os
@@ -19,9 +21,17 @@ from tests.configs import TINY_NET
 from tests.runs.short_runs import small_runs
 
 SETTINGS = {
-    "model": TINY_NET, "dataset": "synthetic", "shift": 0, "batch_size": 50, "epochs": 1,
-    "learning_rate": 0.1, "precision": "float32", "num_gpus": 2, "summary_every_steps": 10, "optimizer": "momentum",
-}  # fmt: skip
+    "model": TINY_NET,
+    "dataset": "synthetic",
+    "shift": 0,
+    "batch_size": 50,
+    "epochs": 1,
+    "learning_rate": 0.1,
+    "precision": "float32",
+    "num_gpus": 2,
+    "summary_every_steps": 10,
+    "optimizer": "momentum",
+}
 OF_RUN = {"model": TINY_NET, "precision": "float32"}
 
 
@@ -38,7 +48,9 @@ def run(tmp_path_factory):
 
 
 def test_a_run_has_its_records_and_is_evaluated_and_loaded(run):
-    assert [record["step"] for record in run.history] == list(range(1, 9)) and run.result["step"] == 8
+    assert [record["step"] for record in run.history] == list(range(1, 9)) and run.result[
+        "step"
+    ] == 8
     assert run.config["batch_size"] == 50 and run.evaluations[-1]["split"] == "test"
     score = cifar_towers.evaluate(run, **OF_RUN)
     assert cifar_towers.evaluate(run, model=TINY_NET) == score and score["precision"] == "float32"
@@ -48,7 +60,9 @@ def test_a_run_has_its_records_and_is_evaluated_and_loaded(run):
     assert run.class_names == [*score["per_class"]]
 
 
-def test_a_run_in_a_relative_directory_keeps_its_records_in_another_directory(run, tmp_path, monkeypatch):
+def test_a_run_in_a_relative_directory_keeps_its_records_in_another_directory(
+    run, tmp_path, monkeypatch
+):
     monkeypatch.chdir(run.directory.parent)
     loaded = cifar_towers.load_run(run.directory.name)
     monkeypatch.chdir(tmp_path)
@@ -66,7 +80,9 @@ def test_a_run_that_goes_on_after_its_result_has_none(run, tmp_path):
 def test_arrays_files_folders_and_the_model_have_the_same_probabilities(run, small_set, tmp_path):
     images, labels = small_set[1].images, small_set[1].labels
     probabilities = cifar_towers.predict(run, images, **OF_RUN)
-    assert (probabilities.argmax(1) == labels).mean() == pytest.approx(run.result["evaluations"][-1]["accuracy"])
+    assert (probabilities.argmax(1) == labels).mean() == pytest.approx(
+        run.result["evaluations"][-1]["accuracy"]
+    )
     paths = [tmp_path / f"{index}.png" for index in range(3)]
     for path, image in zip(paths, images, strict=False):
         Image.fromarray(image).save(path)
@@ -92,8 +108,16 @@ def test_random_numbers_and_layer_names_of_the_caller_go_on(run, small_set):
 
 def test_the_settings_of_the_callers_keras_change_nothing_and_are_kept(run, small_set):
     images, models = small_set[1].images[:30], []
-    caller = {"dtype_policy": "mixed_bfloat16", "floatx": "float16", "image_data_format": "channels_first"}
-    defaults = {"dtype_policy": "float32", "floatx": "float32", "image_data_format": "channels_last"}
+    caller = {
+        "dtype_policy": "mixed_bfloat16",
+        "floatx": "float16",
+        "image_data_format": "channels_first",
+    }
+    defaults = {
+        "dtype_policy": "float32",
+        "floatx": "float32",
+        "image_data_format": "channels_last",
+    }
     try:
         for settings in (caller, defaults):
             for name, value in settings.items():
@@ -113,7 +137,11 @@ def test_the_settings_of_the_callers_keras_change_nothing_and_are_kept(run, smal
     [
         (lambda run: cifar_towers.load_run("nowhere"), "tensorflow", "nowhere"),
         (lambda run: cifar_towers.train(seeds="0,1"), "tensorflow", "seeds"),
-        (lambda run: cifar_towers.train(strategy="multi_worker"), "tensorflow", "strategy=multi_worker"),
+        (
+            lambda run: cifar_towers.train(strategy="multi_worker"),
+            "tensorflow",
+            "strategy=multi_worker",
+        ),
         (lambda run: run.predict("picture.png"), "jax", "jax.* KERAS_BACKEND=tensorflow"),
     ],
 )
@@ -132,16 +160,28 @@ def test_an_interrupt_saves_and_the_same_call_resumes_to_the_same_bits(run, tmp_
             os.kill(os.getpid(), signal.SIGINT)
 
     started = shutil.copytree(run.directory, tmp_path / "run")
-    stopped = cifar_towers.train(train_dir=started, overwrite=True, callbacks=[interrupt], **SETTINGS)
+    stopped = cifar_towers.train(
+        train_dir=started, overwrite=True, callbacks=[interrupt], **SETTINGS
+    )
     assert stopped.result is None and 3 <= stopped.history[-1]["step"] < 8
-    assert signal.getsignal(signal.SIGINT) is before and "without --overwrite" in capsys.readouterr().out
+    assert (
+        signal.getsignal(signal.SIGINT) is before
+        and "without --overwrite" in capsys.readouterr().out
+    )
     resumed = cifar_towers.train(train_dir=started, **SETTINGS)
-    assert resumed.result["weights_sha256"] == run.result["weights_sha256"] and "resuming" in capsys.readouterr().out
+    assert (
+        resumed.result["weights_sha256"] == run.result["weights_sha256"]
+        and "resuming" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(("level", "is_shown"), [(logging.NOTSET, True), (logging.WARNING, False)])
-def test_the_log_is_printed_although_a_library_has_logged_a_warning(run, monkeypatch, capsys, level, is_shown):
-    """With the first warning that is logged without a logger, the root logger gets a handler of its own."""
+def test_the_log_is_printed_although_a_library_has_logged_a_warning(
+    run, monkeypatch, capsys, level, is_shown
+):
+    """With the first warning that is logged without a logger, the root logger gets a handler of its
+    own.
+    """
     logger = logging.getLogger("cifar_towers")
     monkeypatch.setattr(logger, "level", level)
     monkeypatch.setattr(logging.root, "handlers", [])

@@ -18,7 +18,12 @@ from cifar_towers.errors import RunError
 
 CPU, MIRRORED = BenchmarkCase(2, "towers", "cpu"), BenchmarkCase(2, "mirrored", "")
 FASTEST = "--num_gpus=2 --variable_placement=cpu"
-MACHINE = {"processor": "Abacus", "cores": 2, "gpus": ["A100", "A100"], "packages": {"tensorflow": "2"}}
+MACHINE = {
+    "processor": "Abacus",
+    "cores": 2,
+    "gpus": ["A100", "A100"],
+    "packages": {"tensorflow": "2"},
+}
 
 
 @pytest.fixture
@@ -33,7 +38,11 @@ def config(tmp_path):
         ({}, 0, {1: ["cpu"], 2: ["cpu", "round_robin", "least_loaded", "mirrored"]}),
         ({"towers": "1,4"}, 0, {1: ["cpu"], 4: ["cpu", "mirrored"]}),
         ({}, 1, {1: ["cpu", "round_robin"]}),
-        ({}, 8, {1: ["cpu", "round_robin"], 2: ["mirrored"], 4: ["mirrored"]}),  # 8 cannot share 100 images
+        (
+            {},
+            8,
+            {1: ["cpu", "round_robin"], 2: ["mirrored"], 4: ["mirrored"]},
+        ),  # 8 cannot share 100 images
     ],
 )
 def test_cases(config, settings, num_gpus, expected):
@@ -41,22 +50,32 @@ def test_cases(config, settings, num_gpus, expected):
     assert len(cases) == len({*cases})
     assert {case.num_gpus for case in cases} == {*expected}
     for count, ways in expected.items():
-        of_count = [case.variable_placement or case.strategy for case in cases if case.num_gpus == count]
+        of_count = [
+            case.variable_placement or case.strategy for case in cases if case.num_gpus == count
+        ]
         assert {case.jit_compile for case in cases if case.num_gpus == count} == (
             {False, True} if num_gpus else {False}
         )
         assert {*ways} <= {*of_count} and ("mirrored" in of_count) == (count > 1)
 
 
-@pytest.mark.parametrize(("recipe", "case"), [*((name, CPU) for name in recipe_names()), ("speed94", MIRRORED)])
+@pytest.mark.parametrize(
+    ("recipe", "case"), [*((name, CPU) for name in recipe_names()), ("speed94", MIRRORED)]
+)
 def test_a_visit_trains_the_recipe_with_the_flags_of_its_case(recipe, case):
     recipe = parse_command_line(BenchmarkConfig, [f"--recipe={recipe}", "--seed=3"])
-    config = dataclasses.replace(short_training(recipe, on_gpus=False), **case._asdict(), recipe="", train_dir="here")
+    config = dataclasses.replace(
+        short_training(recipe, on_gpus=False), **case._asdict(), recipe="", train_dir="here"
+    )
     trained = parse_command_line(TrainConfig, ["--recipe=", *as_flags(vars(config))])
     assert vars(config).items() >= vars(trained).items()
     length = config.run_length(steps_per_epoch=1)
     assert length.last == 25 and length.total >= 25
-    assert (config.batch_size, config.seed, config.optimizer) == (recipe.batch_size, 3, recipe.optimizer)
+    assert (config.batch_size, config.seed, config.optimizer) == (
+        recipe.batch_size,
+        3,
+        recipe.optimizer,
+    )
     assert parse_command_line(TrainConfig, str(case).split()).strategy == case.strategy
 
 
@@ -78,9 +97,16 @@ def test_report_has_medians_quartiles_and_the_fastest_case(config, tmp_path, cap
     written = json.loads((tmp_path / "benchmark.json").read_text())
     assert (written["recipe"], written["batch_size"], written["fastest"]) == ("mine", 100, FASTEST)
     (slow,) = (case for case in written["cases"] if case["strategy"] == "mirrored")
-    assert (slow["median"], slow["quartiles"], slow["images_per_sec"]) == (30.0, [20.0, 40.0], rates[MIRRORED])
+    assert (slow["median"], slow["quartiles"], slow["images_per_sec"]) == (
+        30.0,
+        [20.0, 40.0],
+        rates[MIRRORED],
+    )
     (axes,) = benchmark.plot(rates, "title").axes
-    assert [text.get_text() for text in axes.get_yticklabels()] == [FASTEST, "--num_gpus=2 --strategy=mirrored"]
+    assert [text.get_text() for text in axes.get_yticklabels()] == [
+        FASTEST,
+        "--num_gpus=2 --strategy=mirrored",
+    ]
     assert [bar.get_width() for bar in axes.patches] == [61.0, 30.0]
     assert matplotlib.image.imread(tmp_path / "benchmark.png")[..., :3].std() > 0.05
 

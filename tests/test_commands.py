@@ -22,21 +22,32 @@ def test_printed_commands_run_when_pasted(tmp_path, small_folder, monkeypatch, c
     for name in ("tensorboard", "cifar-towers"):
         (bin / name).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
         (bin / name).chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(bin / "python"))  # of an environment that is not activated
+    monkeypatch.setattr(
+        sys, "executable", str(bin / "python")
+    )  # of an environment that is not activated
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     shutil.copy(ROOT / "tests/nets.py", place / "my net.py")
     Image.new("RGB", (32, 32), "red").save(place / "picture.jpg")
     (place / "the pictures").symlink_to(small_folder.removeprefix("folder:"))
     monkeypatch.chdir(place)
     flags = ["--model=my net.py:plain", "--dataset=folder:the pictures", "--train_dir=a run"]
-    flags += ["--max_steps=1", "--batch_size=40", "--precision=float32", "--eval_every_epochs=0", "--num_gpus=1"]
+    flags += [
+        "--max_steps=1",
+        "--batch_size=40",
+        "--precision=float32",
+        "--eval_every_epochs=0",
+        "--num_gpus=1",
+    ]
 
     def run(*arguments):
         assert call(monkeypatch, *arguments) == 0
         return capsys.readouterr().out
 
     printed = [line.strip() for line in run("train", *flags).partition("next:\n")[2].splitlines()]
-    pasted = [subprocess.run(line, shell=True, capture_output=True, text=True, check=True).stdout for line in printed]
+    pasted = [
+        subprocess.run(line, shell=True, capture_output=True, text=True, check=True).stdout
+        for line in printed
+    ]
     board, evaluate, predict = map(str.splitlines, pasted)
     assert board == ["--logdir=a run"] and list(Path("a run/train").glob("events*"))
     assert "--dataset=folder:the pictures" in evaluate and "folder:" in run(*evaluate)

@@ -22,16 +22,28 @@ from tests.test_readme import CONFIGS
 ROOT = Path(__file__).parents[1]
 PAGES = [(ROOT / f"docs/{name}.md").read_text() for name in ("training", "your-own", "inference")]
 BLOCKS = [block for page in PAGES for block in re.findall(r"^```\w*\n(.*?)^```", page, re.S | re.M)]
-COMMANDS = [line for block in BLOCKS for line in block.splitlines() if re.match("(cifar-towers|make) ", line)]
+COMMANDS = [
+    line
+    for block in BLOCKS
+    for line in block.splitlines()
+    if re.match("(cifar-towers|make) ", line)
+]
 OWN = r"^cifar-towers train .*((mine|mixup)\.py|photos|labels|arrays|init_from)"
 TRAINED = [line for line in COMMANDS if re.search(OWN, line)]
 OWN_NET = [line for line in COMMANDS if "mobilenet.py" in line]  # train, predict, evaluate
-USES = r"^(cifar-towers|make) (evaluate|predict|runs|export)\b(?!.*(cifar10_|mobilenet))"  # no download, no large net
+# no download, no large net
+USES = r"^(cifar-towers|make) (evaluate|predict|runs|export)\b(?!.*(cifar10_|mobilenet))"
 USED = [line for line in COMMANDS if re.search(USES, line)]
 ONE_STEP = ["--max_steps=1", "--tta=0", "--precision=float32"]
 PHOTOS = ["--dataset=folder:photos", "--batch_size=128"]
 SMALL = [  # in place of the recipe's net, one that compiles quickly
-    *("--model=cifarnet", "--crop=24", "--shift=0", "--image_size_schedule=", "--optimizer=momentum"),
+    *(
+        "--model=cifarnet",
+        "--crop=24",
+        "--shift=0",
+        "--image_size_schedule=",
+        "--optimizer=momentum",
+    ),
     *("--learning_rate=0.1", "--bias_learning_rate=0", "--head_learning_rate=0"),
 ]
 
@@ -81,7 +93,9 @@ def runs(work):
 
 
 def words_of(command):
-    """Return program and arguments of a command, as a shell passes them on; `make` says what it would start."""
+    """Return program and arguments of a command, as a shell passes them on; `make` says what it
+    would start.
+    """
     command = re.sub(r"\$\(.*\)", "runs/speed94-seed0", command)
     words = shlex.split(command, comments=True)
     if words[0] == "make":
@@ -122,7 +136,10 @@ def test_predictions_become_a_table(runs, here, capsys):
     out = capsys.readouterr().out
     Path("predictions.jsonl").write_text(out)
     exec(compile(block_with("submission.csv"), "inference.md", "exec"), {})
-    assert Path("submission.csv").read_text().splitlines() == ["id,label", f"b,{json.loads(out)['class']}"]
+    assert Path("submission.csv").read_text().splitlines() == [
+        "id,label",
+        f"b,{json.loads(out)['class']}",
+    ]
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""The import of the package sets variables for TensorFlow, in processes with another module in its place."""
+"""The import of the package sets variables for TensorFlow, in processes with another module in its
+place.
+"""
 
 import os
 import subprocess
@@ -19,13 +21,21 @@ SHOW = f"import os; print(*(os.environ.get(name) for name in {list(SETTINGS)}))"
 
 @pytest.fixture
 def run(tmp_path):
-    """Return run(code, **variables) -> (stdout, stderr), for which TensorFlow prints the variables it would read."""
+    """Return run(code, **variables) -> (stdout, stderr), for which TensorFlow prints the variables
+    it would read.
+    """
     (tmp_path / "tensorflow.py").write_text(SHOW)
 
     def run(code, **variables):
         environment = {name: value for name, value in os.environ.items() if name not in SETTINGS}
         environment |= {"PYTHONPATH": f"{tmp_path}:{ROOT}", **variables}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         return done.stdout, done.stderr
 
     return run
@@ -38,7 +48,8 @@ def test_variables_are_set_before_tensorflow_is_imported_and_the_users_are_kept(
 
 
 def test_tensorflow_imported_first_is_one_line_with_what_to_do(run):
-    code = "import tensorflow, cifar_towers, cifar_towers.errors, importlib; importlib.import_module('cifar_towers')"
+    code = "import tensorflow, cifar_towers, cifar_towers.errors, importlib; "
+    code += "importlib.import_module('cifar_towers')"
     out, err = run(f"{code}; {SHOW}")
     assert out == 2 * "None None None None\n"  # setting them now would be too late
     assert "TF_ENABLE_ONEDNN_OPTS=1" in err and len(err.splitlines()) == 1

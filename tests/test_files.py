@@ -1,4 +1,6 @@
-"""Files are replaced whole or stay as they were, whatever happens meanwhile; locks end with their process."""
+"""Files are replaced whole or stay as they were, whatever happens meanwhile; locks end with their
+process.
+"""
 
 import fcntl
 import math
@@ -23,7 +25,11 @@ def write_part(file):
 
 def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path):
     path = tmp_path / "file"
-    for content, expected in (("one", b"one"), (b"two", b"two"), (lambda file: file.write(b"three"), b"three")):
+    for content, expected in (
+        ("one", b"one"),
+        (b"two", b"two"),
+        (lambda file: file.write(b"three"), b"three"),
+    ):
         files.write_whole(path, content)
         assert path.read_bytes() == expected
     for content, error in (("\udc80", UnicodeEncodeError), (write_part, OSError)):
@@ -47,7 +53,10 @@ def test_death_at_every_call_of_a_save_leaves_the_old_file_or_the_new(tmp_path, 
 
     for name in ("open", "fsync", "replace", "close"):
         monkeypatch.setattr(os, name, dying(getattr(os, name)))
-    files.write_whole(path, lambda file: [dying(file.write)(b"half"), file.flush(), dying(file.write)(b" and half")])
+    files.write_whole(
+        path,
+        lambda file: [dying(file.write)(b"half"), file.flush(), dying(file.write)(b" and half")],
+    )
     expected = [b"old"] * found.count(b"old") + [b"half and half"] * found.count(b"half and half")
     assert found == expected and found.count(b"old") >= 4 and found.count(b"half and half") >= 2
 

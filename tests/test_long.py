@@ -11,4 +11,6 @@ from tests.configs import recipe
 def test_smoke_recipe_accuracy(tmp_path):
     source, config = api.locate_data(recipe("smoke", train_dir=str(tmp_path)))
     scores = api.train_run(config, source, StopSignals())["evaluations"]
-    assert {(score["weights"], score["tta"]): score["accuracy"] for score in scores}["raw", 2] > 0.97
+    assert {(score["weights"], score["tta"]): score["accuracy"] for score in scores}[
+        "raw", 2
+    ] > 0.97

@@ -13,21 +13,34 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import BenchmarkConfig
 
 ROOT = Path(__file__).parents[1]
-OUTER_MAKE = {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS", "CONFIG", "NUM_GPUS"}  # under `make test`
+OUTER_MAKE = {
+    "MAKEFLAGS",
+    "MFLAGS",
+    "MAKEOVERRIDES",
+    "MAKELEVEL",
+    "ARGS",
+    "CONFIG",
+    "NUM_GPUS",
+}  # under `make test`
 
 
 def make(*arguments):
     """Return what `make` prints."""
     environment = {name: value for name, value in os.environ.items() if name not in OUTER_MAKE}
-    done = subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(
+        ["make", *arguments], cwd=ROOT, capture_output=True, text=True, env=environment, check=True
+    )
     return done.stdout
 
 
 @pytest.mark.parametrize(
-    ("target", "config_class", "recipe"), [("train", TrainConfig, "speed94"), ("bench", BenchmarkConfig, "smoke")]
+    ("target", "config_class", "recipe"),
+    [("train", TrainConfig, "speed94"), ("bench", BenchmarkConfig, "smoke")],
 )
 def test_targets_take_their_recipe_from_config(target, config_class, recipe):
-    _, _, *flags = shlex.split(make("-n", target, f"CONFIG={recipe}", "ARGS=--epochs=3").splitlines()[-1])
+    _, _, *flags = shlex.split(
+        make("-n", target, f"CONFIG={recipe}", "ARGS=--epochs=3").splitlines()[-1]
+    )
     trained = parse_command_line(config_class, flags)
     assert (trained.recipe, trained.epochs) == (recipe, 3)
     assert trained.dataset == ("synthetic" if recipe == "smoke" else "auto")
@@ -36,13 +49,24 @@ def test_targets_take_their_recipe_from_config(target, config_class, recipe):
 @pytest.mark.parametrize(
     ("target", "extras"),
     [
-        *(("train", []), ("test", ["dev"]), ("test-browser", ["dev", "browser"]), ("docs", ["docs"])),
-        *(("export --format=keras", []), ("export --format=onnx", ["export"]), ("export --format=litert", ["export"])),
+        *(
+            ("train", []),
+            ("test", ["dev"]),
+            ("test-browser", ["dev", "browser"]),
+            ("docs", ["docs"]),
+        ),
+        *(
+            ("export --format=keras", []),
+            ("export --format=onnx", ["export"]),
+            ("export --format=litert", ["export"]),
+        ),
     ],
 )
 def test_targets_install_no_more_than_they_need(target, extras):
     target, *flags = target.split()
     for nvidia, of_programs in (("", ""), ("driver", "[gpu]")):
-        commands = make("--dry-run", "--always-make", target, f"NVIDIA={nvidia}", f"ARGS={' '.join(flags)}")
+        commands = make(
+            "--dry-run", "--always-make", target, f"NVIDIA={nvidia}", f"ARGS={' '.join(flags)}"
+        )
         installed = re.findall(r"pip install .* -e '\.(.*)'", commands)
         assert installed == [of_programs, *(f"[{extra}]" for extra in extras)]

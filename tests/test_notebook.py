@@ -1,4 +1,6 @@
-"""docs/towers.ipynb: its outputs are those of its code. After a change, run all its cells in Jupyter and save it."""
+"""docs/towers.ipynb: its outputs are those of its code. After a change, run all its cells in
+Jupyter and save it.
+"""
 
 import contextlib
 import io
@@ -22,14 +24,18 @@ def kept_text(cell):
 
 
 def test_links_resolve():
-    text = "".join(line for cell in CELLS if cell["cell_type"] == "markdown" for line in cell["source"])
+    text = "".join(
+        line for cell in CELLS if cell["cell_type"] == "markdown" for line in cell["source"]
+    )
     links = re.findall(r"\]\(([^)\s]+)\)", text)
     assert links and [link for link in links if not (NOTEBOOK.parent / link).exists()] == []
 
 
 @pytest.mark.slow
 def test_cells_print_their_outputs(monkeypatch):
-    """All cells, one after another; numbers agree to 5 %. The cells draw a figure where one is kept."""
+    """All cells, one after another; numbers agree to 5 %. The cells draw a figure where one is
+    kept.
+    """
     monkeypatch.setattr(plt, "show", lambda: None)
     names = {}
     plt.switch_backend("Agg")
@@ -37,8 +43,15 @@ def test_cells_print_their_outputs(monkeypatch):
         for number, cell in enumerate(CODE, 1):
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
-                exec(compile("".join(cell["source"]), f"docs/towers.ipynb, code cell {number}", "exec"), names)
-            (words, numbers), (kept_words, kept_numbers) = map(words_and_numbers, (printed.getvalue(), kept_text(cell)))
+                exec(
+                    compile(
+                        "".join(cell["source"]), f"docs/towers.ipynb, code cell {number}", "exec"
+                    ),
+                    names,
+                )
+            (words, numbers), (kept_words, kept_numbers) = map(
+                words_and_numbers, (printed.getvalue(), kept_text(cell))
+            )
             assert words == kept_words
             assert numbers == pytest.approx(kept_numbers, rel=0.05, abs=2e-3)
             assert len(plt.get_fignums()) == sum("data" in output for output in cell["outputs"])

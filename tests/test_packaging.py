@@ -42,7 +42,9 @@ def test_every_folder_of_the_package_is_installed():
 
 @pytest.fixture
 def environment(tmp_path):
-    """Install a wheel into an environment that has the libraries of this one, and nothing of the checkout."""
+    """Install a wheel into an environment that has the libraries of this one, and nothing of the
+    checkout.
+    """
     source, environment = tmp_path / "source", tmp_path / "environment"
     source.mkdir()
     for name in SOURCES:  # a copy, as building leaves files beside the sources
@@ -50,13 +52,20 @@ def environment(tmp_path):
         copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     alone = ["--no-deps", "--no-index"]
-    subprocess.run([*pip, "wheel", *alone, "--no-build-isolation", f"--wheel-dir={tmp_path}", source], check=True)
+    subprocess.run(
+        [*pip, "wheel", *alone, "--no-build-isolation", f"--wheel-dir={tmp_path}", source],
+        check=True,
+    )
     shutil.rmtree(source)
     venv.create(environment, with_pip=False)
     python = environment / "bin/python"
-    subprocess.run([*pip, f"--python={python}", "install", *alone, *tmp_path.glob("*.whl")], check=True)
+    subprocess.run(
+        [*pip, f"--python={python}", "install", *alone, *tmp_path.glob("*.whl")], check=True
+    )
     (site,) = environment.glob("lib/python*/site-packages")
-    (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))  # its own .pth files are not read
+    (site / "libraries.pth").write_text(
+        sysconfig.get_path("purelib")
+    )  # its own .pth files are not read
     return environment
 
 
@@ -77,8 +86,19 @@ def test_every_program_runs_from_a_wheel_in_an_empty_folder(environment, tmp_pat
     printed = {program: run("cifar-towers", program, *flags) for program, flags in COMMANDS.items()}
     for place in ("smoke-seed0", "two-workers"):
         saved = folder / "runs" / place
-        config, result = (json.loads((saved / f"{name}.json").read_text()) for name in ("config", "result"))
+        config, result = (
+            json.loads((saved / f"{name}.json").read_text()) for name in ("config", "result")
+        )
         assert (config["recipe"], config["model"], result["step"]) == ("smoke", "speednet93", 2)
-    assert "picture.png" in printed["predict"] and "smoke" in printed["runs"] and (folder / "report.html").exists()
-    assert run("python", "-c", "import cifar_towers; print(cifar_towers.__file__)").startswith(str(environment))
-    assert all(path.stem in run("cifar-towers", "train", "--help") for path in (ROOT / "configs").glob("*.cfg"))
+    assert (
+        "picture.png" in printed["predict"]
+        and "smoke" in printed["runs"]
+        and (folder / "report.html").exists()
+    )
+    assert run("python", "-c", "import cifar_towers; print(cifar_towers.__file__)").startswith(
+        str(environment)
+    )
+    assert all(
+        path.stem in run("cifar-towers", "train", "--help")
+        for path in (ROOT / "configs").glob("*.cfg")
+    )

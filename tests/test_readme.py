@@ -21,20 +21,32 @@ OTHERS = {"job", "logdir", "tf_xla_persistent_cache_directory"}
 CONFIGS = {name: config_class for name, (_, config_class) in PROGRAMS.items()}
 
 MODULES = [
-    path.relative_to(ROOT) for path in sorted((ROOT / "cifar_towers").rglob("*.py")) if ">>> " in path.read_text()
+    path.relative_to(ROOT)
+    for path in sorted((ROOT / "cifar_towers").rglob("*.py"))
+    if ">>> " in path.read_text()
 ]
 EXAMPLES = re.findall(r"```python\n(.*?)```", README + (ROOT / "docs/towers.md").read_text(), re.S)
 
 
 @pytest.mark.parametrize(
-    "code", [pytest.param(code, marks=pytest.mark.slow if "import numpy" in code else ()) for code in EXAMPLES]
+    "code",
+    [
+        pytest.param(code, marks=pytest.mark.slow if "import numpy" in code else ())
+        for code in EXAMPLES
+    ],
 )
 def test_examples_print_their_comments(code, capsys):
-    """A block prints the comments at its end, numbers to 0.1 %; one and two towers train the perceptron equally."""
+    """A block prints the comments at its end, numbers to 0.1 %; one and two towers train the
+    perceptron equally.
+    """
     exec(compile(code, "README.md", "exec"), {})
     printed = capsys.readouterr().out
-    expected = "\n".join(line.removeprefix("# ") for line in code.splitlines() if line.startswith("# "))
-    (words, numbers), (expected_words, expected_numbers) = map(words_and_numbers, (printed, expected))
+    expected = "\n".join(
+        line.removeprefix("# ") for line in code.splitlines() if line.startswith("# ")
+    )
+    (words, numbers), (expected_words, expected_numbers) = map(
+        words_and_numbers, (printed, expected)
+    )
     assert words == expected_words
     assert numbers == pytest.approx(expected_numbers, rel=1e-3, abs=2e-3)
     if "41,157,101" in code:
@@ -62,7 +74,9 @@ def test_the_map_names_every_folder_of_the_package():
 def test_readme_shows_the_step_as_it_is():
     (shown,) = re.findall(r"```\n(results = .*?)```", README, re.S)
     step = (ROOT / "cifar_towers/training/step.py").read_text()
-    assert "average_gradients(" in shown and all(f" {line}\n" in step for line in shown.splitlines())
+    assert "average_gradients(" in shown and all(
+        f" {line}\n" in step for line in shown.splitlines()
+    )
 
 
 def unknown_flags(text, *config_classes):
@@ -87,12 +101,16 @@ def test_commands_use_flags_of_their_program():
     assert {name for name, _ in commands} == set(CONFIGS)
     for name, arguments in commands:
         own, _, of_train = re.sub(r"\$\([^)]*\)", "", arguments).partition(" -- ")
-        assert unknown_flags(own, CONFIGS[name]) | unknown_flags(of_train, TrainConfig) == set(), name
+        assert unknown_flags(own, CONFIGS[name]) | unknown_flags(of_train, TrainConfig) == set(), (
+            name
+        )
 
 
 @pytest.mark.parametrize("page", FILES + LOG, ids=lambda path: path.name)
 def test_links_resolve(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
+    for link in re.findall(
+        r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    ):
         if link.startswith("https://"):
             continue
         path, _, anchor = link.partition("#")
@@ -100,7 +118,9 @@ def test_links_resolve(page):
         assert target.exists(), link
         if anchor:
             titles = re.findall(r"^#+ (.*)$", target.read_text(), re.M)
-            assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, link
+            assert anchor in {
+                re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles
+            }, link
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)

@@ -13,7 +13,10 @@ from cifar_towers.signals import STOP_SIGNALS, StopSignals
 def killed():
     """Take the place of what would end the process; return the signals that have come through."""
     numbers = []
-    before = {number: signal.signal(number, lambda number, _: numbers.append(number)) for number in STOP_SIGNALS}
+    before = {
+        number: signal.signal(number, lambda number, _: numbers.append(number))
+        for number in STOP_SIGNALS
+    }
     yield numbers
     for number, action in before.items():
         signal.signal(number, action)
@@ -23,7 +26,9 @@ def killed():
 def meanwhile(monkeypatch):
     """Return the signals to raise in the instant after the first one, which takes no time here."""
     numbers = []
-    monkeypatch.setattr(signals.time, "sleep", lambda _: [signal.raise_signal(number) for number in numbers])
+    monkeypatch.setattr(
+        signals.time, "sleep", lambda _: [signal.raise_signal(number) for number in numbers]
+    )
     return numbers
 
 
@@ -34,7 +39,9 @@ def test_the_first_signal_is_recorded_and_announced_and_the_second_kills(killed,
     with stop.recorded():
         assert stop.received == 0
         signal.raise_signal(number)
-        assert stop.received == number and killed == [] and signal.Signals(number).name in caplog.text
+        assert (
+            stop.received == number and killed == [] and signal.Signals(number).name in caplog.text
+        )
         signal.raise_signal(number)
     assert stop.received == number and killed == [number] and len(caplog.records) == 1
 

@@ -1,4 +1,6 @@
-"""Functions of the user's own are found without executing their file, and imported from files and modules."""
+"""Functions of the user's own are found without executing their file, and imported from files and
+modules.
+"""
 
 import pytest
 
@@ -10,12 +12,16 @@ NETS = "from blocks import number\n\nleft_out = 3\n\ndef make():\n    return num
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-    """Two files of one name, each with a helper of its own beside it, and a package in the current directory."""
+    """Two files of one name, each with a helper of its own beside it, and a package in the current
+    directory.
+    """
     monkeypatch.chdir(tmp_path)
     for place in ("a", "usercode_package"):
         (tmp_path / place).mkdir()
         (tmp_path / place / "__init__.py").touch()
-        (tmp_path / place / "nets.py").write_text(NETS.replace("from blocks import number", f"number = '{place}'"))
+        (tmp_path / place / "nets.py").write_text(
+            NETS.replace("from blocks import number", f"number = '{place}'")
+        )
     (tmp_path / "b").mkdir()
     (tmp_path / "b/nets.py").write_text(NETS.replace("blocks", "usercode_blocks"))
     (tmp_path / "b/usercode_blocks.py").write_text("number = 'b'\n")
@@ -29,7 +35,9 @@ def test_functions_of_files_and_modules(directory):
     assert load_function("model", "usercode_package.nets:make")() == "usercode_package"
     assert first.__module__ != load_function("model", "b/nets.py:make").__module__
     assert find_source("model", "b/broken.py:make") == directory / "b/broken.py"
-    assert find_source("model", "usercode_package.nets:make") == directory / "usercode_package/nets.py"
+    assert (
+        find_source("model", "usercode_package.nets:make") == directory / "usercode_package/nets.py"
+    )
     assert find_source("model", "speednet94") is None and find_source("loss", "") is None
 
 

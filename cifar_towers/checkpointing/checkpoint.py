@@ -1,7 +1,7 @@
 """A checkpoint: one file of NumPy arrays, `step-<step>.npz`, written whole or not at all.
 
-It holds every variable of a run by its name, and the metadata as JSON. `np.load` reads it. The variables do not
-depend on towers or devices. No function here needs TensorFlow.
+It holds every variable of a run by its name, and the metadata as JSON. `np.load` reads it. The
+variables do not depend on towers or devices. No function here needs TensorFlow.
 """
 
 import io
@@ -18,7 +18,9 @@ from cifar_towers import files
 from cifar_towers.errors import DataError, UsageError, error_text
 
 METADATA = "metadata"  # name of the entry with the metadata
-DAMAGED = ".damaged"  # added to the name of a damaged checkpoint, so that nobody takes it for a good one
+DAMAGED = (
+    ".damaged"  # added to the name of a damaged checkpoint, so that nobody takes it for a good one
+)
 NAME = re.compile(r"step-\d+\.npz")
 
 
@@ -37,8 +39,11 @@ def list_checkpoints(directory: Path) -> list[Path]:
     return sorted((path for path in found if NAME.fullmatch(path.name)), key=step_of)
 
 
-def write_checkpoint(path: Path, values: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
-    """Write a checkpoint. After a kill or a power loss at any moment, the whole file is there or none.
+def write_checkpoint(
+    path: Path, values: Mapping[str, np.ndarray], metadata: Mapping[str, Any]
+) -> None:
+    """Write a checkpoint. After a kill or a power loss at any moment, the whole file is there or
+    none.
 
     Raises:
       OSError: it could not be written, for example on a full disk.
@@ -56,7 +61,9 @@ def read_checkpoint(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """
     content = path.read_bytes()
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:  # np.load checks a CRC only if it reads to its end
+        with zipfile.ZipFile(
+            io.BytesIO(content)
+        ) as archive:  # np.load checks a CRC only if it reads to its end
             arrays = {name.removesuffix(".npy"): archive.read(name) for name in archive.namelist()}
         values = {name: np.load(io.BytesIO(array)) for name, array in arrays.items()}
         metadata = json.loads(str(values.pop(METADATA)))
@@ -76,17 +83,22 @@ def find_checkpoint(directory: Path, step: int = 0) -> Path:
     """
     found = list_checkpoints(directory)
     if not found:
-        raise UsageError(f"no checkpoint in {directory}; give the directory of a run, e.g. runs/speed94-seed0")
+        raise UsageError(
+            f"no checkpoint in {directory}; give the directory of a run, e.g. runs/speed94-seed0"
+        )
     if not step:
         return found[-1]
     if (path := checkpoint_path(directory, step)) not in found:
         raise UsageError(
-            f"{directory} has no checkpoint of step {step}; it has {', '.join(each.name for each in found)}"
+            f"{directory} has no checkpoint of step {step}; it has "
+            f"{', '.join(each.name for each in found)}"
         )
     return path
 
 
 def first_nonfinite(values: Mapping[str, np.ndarray]) -> str:
     """Return the name of an array with a non-finite value; empty if there is none."""
-    floats = ((name, value) for name, value in values.items() if np.issubdtype(value.dtype, np.floating))
+    floats = (
+        (name, value) for name, value in values.items() if np.issubdtype(value.dtype, np.floating)
+    )
     return next((name for name, value in floats if not np.isfinite(value).all()), "")

@@ -1,4 +1,5 @@
-"""The directory of a run while it is trained: opened once under its lock, resumed, saved to, cleared.
+"""The directory of a run while it is trained: opened once under its lock, resumed, saved to,
+cleared.
 
 No function here needs TensorFlow.
 """
@@ -31,7 +32,9 @@ log = logging.getLogger(__name__)
 DEFAULT_INTERVAL_SECONDS = 30.0  # between checkpoints where no number of steps is asked for
 MAX_TIME_FRACTION = 0.01  # of the run's time that saving may take there
 
-Saved = tuple[dict[str, np.ndarray], dict[str, Any]]  # a checkpoint's variables by name, and its metadata
+Saved = tuple[
+    dict[str, np.ndarray], dict[str, Any]
+]  # a checkpoint's variables by name, and its metadata
 
 
 class RunDirectory:
@@ -50,12 +53,16 @@ class RunDirectory:
         self._save_seconds, self._last_save = 0.0, time.monotonic()
 
     def stored_result(self, dataset: str) -> dict[str, Any] | None:
-        """Return the result of a run on this data set, by this code, at its last step or its target; otherwise None."""
+        """Return the result of a run on this data set, by this code, at its last step or its
+        target; otherwise None.
+        """
         result = files.read_json(self.path / files.RESULT)
         if not self.saved or result.get("dataset") != dataset:
             return None
         _, metadata = self.saved
-        if not code_facts(self._config).items() <= metadata["facts"].items():  # a function of the user's was edited
+        if (
+            not code_facts(self._config).items() <= metadata["facts"].items()
+        ):  # a function of the user's was edited
             return None
         at_end = metadata["step"] >= self._config.run_length(metadata["steps_per_epoch"]).last
         at_target = 0 < self._config.target_accuracy <= (result["reached"] or 0)
@@ -69,15 +76,21 @@ class RunDirectory:
     def should_save(self, step: int, evaluated: bool) -> bool:
         """Return whether a checkpoint is due after `step`.
 
-        If saving goes by the clock, an `evaluated` step is saved early, because evaluating it again takes long.
+        If saving goes by the clock, an `evaluated` step is saved early, because evaluating it again
+        takes long.
         """
         if self._config.checkpoint_every_steps:
             return step % self._config.checkpoint_every_steps == 0
-        interval = max(self._save_seconds / MAX_TIME_FRACTION, 0.0 if evaluated else DEFAULT_INTERVAL_SECONDS)
+        interval = max(
+            self._save_seconds / MAX_TIME_FRACTION, 0.0 if evaluated else DEFAULT_INTERVAL_SECONDS
+        )
         return time.monotonic() - self._last_save >= interval
 
-    def save(self, step: int, values: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> bool:
-        """Save the state after `step` unless it is non-finite; return whether it is saved, and log why not.
+    def save(
+        self, step: int, values: Mapping[str, np.ndarray], metadata: Mapping[str, Any]
+    ) -> bool:
+        """Save the state after `step` unless it is non-finite; return whether it is saved, and log
+        why not.
 
         Then remove the oldest checkpoints, except `keep_checkpoints`.
         """
@@ -93,7 +106,9 @@ class RunDirectory:
                 path.unlink()
         except OSError as error:
             self.failed_saves += 1
-            log.error(f"step {step} could not be saved ({error_text(error)}); {self.describe_latest()}")
+            log.error(
+                f"step {step} could not be saved ({error_text(error)}); {self.describe_latest()}"
+            )
         self._last_save = time.monotonic()
         self._save_seconds = self._last_save - start
         return step == self._saved_step
@@ -106,13 +121,15 @@ class RunDirectory:
 
 @contextlib.contextmanager
 def open_run(config: TrainConfig) -> Iterator[RunDirectory]:
-    """Make and lock the directory of a run, and read the checkpoint to resume from. The lock ends with the process.
+    """Make and lock the directory of a run, and read the checkpoint to resume from. The lock ends
+    with the process.
 
-    With `overwrite` nothing is read, and `clear` removes the old run once the new one cannot be refused any more.
+    With `overwrite` nothing is read, and `clear` removes the old run once the new one cannot be
+    refused any more.
 
     Raises:
-      UsageError: the directory cannot be made; another process trains in it; it holds something else than a run; or its
-        run has another recipe. The message names what differs.
+      UsageError: the directory cannot be made; another process trains in it; it holds something
+        else than a run; or its run has another recipe. The message names what differs.
       DataError: there are checkpoints, and all are damaged.
     """
     path = config.directory
@@ -123,7 +140,9 @@ def open_run(config: TrainConfig) -> Iterator[RunDirectory]:
         except OSError as error:
             raise UsageError(f"train_dir={path} cannot be written: {error_text(error)}") from error
         if not is_locked:
-            raise UsageError(f"another process trains in {path}; end it, or give another --train_dir")
+            raise UsageError(
+                f"another process trains in {path}; end it, or give another --train_dir"
+            )
         _check_is_run(path, config.overwrite)
         run = RunDirectory(config, None if config.overwrite else _read_newest(path))
         if run.saved:
@@ -142,11 +161,13 @@ def _check_is_run(path: Path, overwrite: bool) -> None:
     others = sorted(name for name in names if not files.belongs_to_run(name))
     has_checkpoints = any(name.startswith("step-") for name in names)
     if others and not (files.METRICS in names or has_checkpoints):
-        raise UsageError(f"train_dir={path} holds {others[0]}, which is of no run; give another --train_dir")
+        raise UsageError(
+            f"train_dir={path} holds {others[0]}, which is of no run; give another --train_dir"
+        )
     if files.RESULT in names and not has_checkpoints and not overwrite:
         raise UsageError(
-            f"{path} holds the result of a run, and no checkpoint to resume from; give another --train_dir, or "
-            "--overwrite to start again in this one"
+            f"{path} holds the result of a run, and no checkpoint to resume from; give another "
+            "--train_dir, or --overwrite to start again in this one"
         )
 
 
@@ -165,8 +186,8 @@ def _read_newest(path: Path) -> Saved | None:
             log.warning(f"{error}; renamed to {renamed.name}")
     if any(each.name.endswith(DAMAGED) for each in path.iterdir()):
         raise DataError(
-            f"every checkpoint in {path} is damaged; put a good copy there, or give another --train_dir, or "
-            "--overwrite to start again from step 0"
+            f"every checkpoint in {path} is damaged; put a good copy there, or give another "
+            "--train_dir, or --overwrite to start again from step 0"
         )
     return None
 
@@ -177,9 +198,9 @@ def _check_recipe(config: TrainConfig, metadata: Mapping[str, Any]) -> None:
     if differing := describe_differences(saved, current):
         path = config.directory
         raise UsageError(
-            f"{path} was trained with other settings ({', '.join(differing)}); give those, another --train_dir, "
-            f"{shlex.quote(f'--init_from={path}')} for a new run that starts with these weights, or --overwrite to "
-            "start again in this one"
+            f"{path} was trained with other settings ({', '.join(differing)}); give those, "
+            f"another --train_dir, {shlex.quote(f'--init_from={path}')} for a new run that starts "
+            "with these weights, or --overwrite to start again in this one"
         )
 
 
@@ -195,9 +216,13 @@ def assign(variables: Mapping[str, Any], values: Mapping[str, np.ndarray], direc
       UsageError: the run in `directory`, which has the checkpoint, is of another model.
     """
     saved = {name: (value.shape, value.dtype.name) for name, value in values.items()}
-    wanted = {name: (tuple(v.shape), getattr(v.dtype, "name", v.dtype)) for name, v in variables.items()}
+    wanted = {
+        name: (tuple(v.shape), getattr(v.dtype, "name", v.dtype)) for name, v in variables.items()
+    }
     if differing := describe_differences(saved, wanted):
-        raise UsageError(f"{directory} is of another model: {listed(differing, 2)}; give another --train_dir")
+        raise UsageError(
+            f"{directory} is of another model: {listed(differing, 2)}; give another --train_dir"
+        )
     for name, variable in variables.items():
         variable.assign(values[name])
 

@@ -26,20 +26,37 @@ from cifar_towers.signals import StopSignals
 log = logging.getLogger(__name__)
 
 BASIC = (  # settings of a training that --help lists; --helpfull has all
-    *("recipe", "num_gpus", "dataset", "model", "epochs", "batch_size", "precision", "variable_placement"),
+    *(
+        "recipe",
+        "num_gpus",
+        "dataset",
+        "model",
+        "epochs",
+        "batch_size",
+        "precision",
+        "variable_placement",
+    ),
     *("seed", "train_dir", "overwrite"),
 )
-TRAIN_COMMAND = [sys.executable, "-m", "cifar_towers", "train"]  # in a process of its own; flags are appended
+TRAIN_COMMAND = [
+    sys.executable,
+    "-m",
+    "cifar_towers",
+    "train",
+]  # in a process of its own; flags are appended
 USAGE = """CIFAR-10 on towers: copies of the model that share each batch, one on each GPU.
 
 {programs}
 
 cifar-towers <program> --help lists its flags.
-Exit codes: 0 done, 1 failed, 2 usage, 3 data, 4 diverged, 5 a worker was lost, 130/138/143 interrupted."""
+Exit codes: 0 done, 1 failed, 2 usage, 3 data, 4 diverged, 5 a worker was lost,
+130/138/143 interrupted."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program that the command line names, and return its exit code; print its errors as one line."""
+    """Run the program that the command line names, and return its exit code; print its errors as
+    one line.
+    """
     name, *flags = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process, without a traceback
     logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[StderrHandler()])
@@ -52,13 +69,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def call(name: str, flags: Sequence[str]) -> int:
-    """Call a program with the flags of its command line; return its exit code, or raise its errors."""
+    """Call a program with the flags of its command line; return its exit code, or raise its
+    errors.
+    """
     if name in ("-h", "--help", "--helpfull"):
-        lines = [f"  {name:13} {str(program.__doc__).splitlines()[0]}" for name, (program, _) in PROGRAMS.items()]
+        lines = [
+            f"  {name:13} {str(program.__doc__).splitlines()[0]}"
+            for name, (program, _) in PROGRAMS.items()
+        ]
         print(USAGE.format(programs="\n".join(lines)))
         return 0
     if name not in PROGRAMS:
-        raise UsageError(f"{name!r} is no program; write: cifar-towers <program>, one of {', '.join(PROGRAMS)}")
+        raise UsageError(
+            f"{name!r} is no program; write: cifar-towers <program>, one of {', '.join(PROGRAMS)}"
+        )
     program, config_class = PROGRAMS[name]
     config: Any = parse_command_line(config_class, flags, inspect.cleandoc(str(program.__doc__)))
     if isinstance(config, programs.TrainedRunConfig):
@@ -67,35 +91,41 @@ def call(name: str, flags: Sequence[str]) -> int:
 
 
 class StderrHandler(logging.StreamHandler):
-    """A handler that prints to what `sys.stderr` is then. During a live progress line, this prints above the line."""
+    """A handler that prints to what `sys.stderr` is then. During a live progress line, this prints
+    above the line.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
         super().emit(record)
 
 
-# The programs: functions of their settings, whose docstrings are their help ------------------------------------------
+# The programs: functions of their settings, whose docstrings are their help -----------------------
 
 
 def train(config: TrainConfig) -> None:
     """Train an image classifier on towers.
 
-      cifar-towers train --num_gpus=2                               CIFAR-10 to 94 %, by the recipe speed94
+      cifar-towers train --num_gpus=2                               CIFAR-10 to 94 %
       cifar-towers train --recipe=resnet20 --seeds=0,1,2            another recipe, with three seeds
-      cifar-towers train --dataset=folder:photos --batch_size=128   pictures of your own, a subfolder a class
+      cifar-towers train --dataset=folder:photos --batch_size=128   a subfolder for each class
 
-    Without --recipe and --model the recipe is speed94. Other flags override the recipe's settings, wherever they
-    stand. The same command resumes, unless it has --overwrite.
+    Without --recipe and --model the recipe is speed94. Other flags override the recipe's settings,
+    wherever they stand. The same command resumes, unless it has --overwrite.
     """
     if config.seeds:
         return train_seeds(config)
     if cluster := resolve_cluster(config, os.environ):
         if cluster.index:
-            logging.getLogger("cifar_towers").setLevel(logging.WARNING)  # the chief logs for all workers
-            logging.getLogger("cifar_towers.multi_worker").setLevel(logging.INFO)  # except where a worker is
+            logging.getLogger("cifar_towers").setLevel(
+                logging.WARNING
+            )  # the chief logs for all workers
+            logging.getLogger("cifar_towers.multi_worker").setLevel(
+                logging.INFO
+            )  # except where a worker is
         log.info(
-            f"{cluster.name(cluster.index)}: TensorFlow opens its port on every interface, without authentication; see "
-            "docs/cluster.md"
+            f"{cluster.name(cluster.index)}: TensorFlow opens its port on every interface, "
+            "without authentication; see docs/cluster.md"
         )
     source, config = api.locate_data(config)
     api.train_run(config, source, StopSignals(), cluster)
@@ -127,18 +157,26 @@ def train_seeds(config: TrainConfig) -> None:
     seconds = [training_seconds(result["seconds"]) for result in results if result["reached"]]
     if config.target_accuracy:
         mean = f", after {Sample.of(seconds).mean:.1f} s of training in the mean" if seconds else ""
-        print(f"stopped at {100 * config.target_accuracy:.2f} %: {len(seconds)} of {len(runs)}{mean}")
-    print(f"{config.name}, seeds {config.seeds.replace(',', ', ')}: {len(results)} of {len(runs)} finished")
+        print(
+            f"stopped at {100 * config.target_accuracy:.2f} %: {len(seconds)} of {len(runs)}{mean}"
+        )
+    print(
+        f"{config.name}, seeds {config.seeds.replace(',', ', ')}: {len(results)} of {len(runs)} "
+        "finished"
+    )
     for name, values in accuracies.items():
         print(f"accuracy, {name}: {Sample.of(values).describe_percent()}")
-    directories = [config.train_dir] if config.train_dir else [str(run.directory) for _, run in runs]
+    directories = (
+        [config.train_dir] if config.train_dir else [str(run.directory) for _, run in runs]
+    )
     print(f"next: {shlex.join([program('cifar-towers'), 'report', *directories])}")
     if diverged:
         raise DivergedError("; ".join(diverged))
 
 
 def resolve_cluster(config: TrainConfig, environment: Mapping[str, str]) -> Workers | None:
-    """Return the workers of strategy=multi_worker, from flags, `TF_CONFIG` or Slurm's variables; None for one process.
+    """Return the workers of strategy=multi_worker, from flags, `TF_CONFIG` or Slurm's variables;
+    None for one process.
 
     Raises:
       UsageError: no workers are given, they make no cluster, or they cannot share the batch evenly.
@@ -156,9 +194,10 @@ def evaluate(config: programs.EvaluateConfig) -> None:
       cifar-towers evaluate --train_dir=runs/speed94-seed0 --tta=2
       cifar-towers evaluate --train_dir=runs/speed94-seed0 --dataset='cifar10_corrupted/*'
 
-    NLL is the negative log likelihood, ECE the expected calibration error. With --tta both are of the mean logits.
-    The table's column "most often taken for" names, for each class, the wrong class that most of its images get.
-    --json adds the confusion matrix: rows are true classes, columns predicted ones.
+    NLL is the negative log likelihood, ECE the expected calibration error. With --tta both are of
+    the mean logits. The table's column "most often taken for" names, for each class, the wrong
+    class that most of its images get. --json adds the confusion matrix: rows are true classes,
+    columns predicted ones.
     """
     with tensorflow_imported():
         from cifar_towers.inference.evaluate import evaluate_checkpoint
@@ -171,8 +210,8 @@ def predict(config: programs.PredictConfig) -> None:
 
       cifar-towers predict --train_dir=runs/speed94-seed0 picture.jpg folder/ *.png
 
-    JPEG, PNG, GIF, BMP and WebP, up to 25 megapixels. The model gets the central square, upright, over white where
-    it is transparent, resized to the size of the training images.
+    JPEG, PNG, GIF, BMP and WebP, up to 25 megapixels. The model gets the central square, upright,
+    over white where it is transparent, resized to the size of the training images.
     """
     with tensorflow_imported():
         from cifar_towers.inference.predict import predict_images
@@ -185,8 +224,8 @@ def export(config: programs.ExportConfig) -> None:
 
       cifar-towers export --train_dir=runs/speed94-seed0 --format=saved_model
 
-    uint8 images [B, S, S, 3] of the training's size go in, class probabilities [B, C] come out. The names of the
-    classes are in classes.txt beside it.
+    uint8 images [B, S, S, 3] of the training's size go in, class probabilities [B, C] come out. The
+    names of the classes are in classes.txt beside it.
     """
     with tensorflow_imported():
         from cifar_towers.inference.export import export_model
@@ -211,8 +250,8 @@ def report(config: programs.ReportConfig) -> None:
 
       cifar-towers report runs/one [runs/other ...] [--out=FILE]
 
-    A directory stands for the runs in it. Runs that differ only in the seed are shown as their mean, with a band of
-    one standard deviation.
+    A directory stands for the runs in it. Runs that differ only in the seed are shown as their
+    mean, with a band of one standard deviation.
     """
     from cifar_towers.inference.report import render
     from cifar_towers.inference.runs import read_runs
@@ -230,12 +269,15 @@ def runs(config: programs.RunsConfig) -> None:
       cifar-towers runs 'speed94*' --sort=accuracy      some, the best last
       cifar-towers evaluate --train_dir=$(cifar-towers runs --best=speed94)
 
-    Accuracies are those of the averaged weights if a run keeps an average, otherwise of the raw weights.
-    --best ranks runs by validation accuracy if every run has it, otherwise by test accuracy.
+    Accuracies are those of the averaged weights if a run keeps an average, otherwise of the raw
+    weights. --best ranks runs by validation accuracy if every run has it, otherwise by test
+    accuracy.
     """
     from cifar_towers.inference import runs as trained
 
-    found = trained.sort_runs(trained.find_runs(Path(config.runs_dir), *config.patterns), config.sort)
+    found = trained.sort_runs(
+        trained.find_runs(Path(config.runs_dir), *config.patterns), config.sort
+    )
     if config.best:
         print(trained.best_run(found, config.best).directory)
     elif config.json:
@@ -245,12 +287,13 @@ def runs(config: programs.RunsConfig) -> None:
 
 
 def benchmark(config: programs.BenchmarkConfig) -> None:
-    """Measure short trainings of a recipe on this machine: placements, strategies and numbers of towers.
+    """Measure short trainings of a recipe on this machine: placements, strategies and numbers of
+    towers.
 
       cifar-towers benchmark --recipe=speed94 --towers=1,2,4
 
-    Without --recipe and --model the recipe is speed94; its flags are passed on. After Ctrl-C the finished trainings
-    are reported. The same command starts again.
+    Without --recipe and --model the recipe is speed94; its flags are passed on. After Ctrl-C the
+    finished trainings are reported. The same command starts again.
     """
     api.locate_data(config)
     with tensorflow_imported():
@@ -264,22 +307,29 @@ def launch(config: programs.LaunchConfig) -> int:
 
       cifar-towers launch --num_workers=2 -- --recipe=speed94 --train_dir=runs/two-workers
 
-    The flags after -- are those of a training. When a worker fails, all restart from the last checkpoint.
+    The flags after -- are those of a training. When a worker fails, all restart from the last
+    checkpoint.
     """
     strategy = ["--strategy=multi_worker"] if config.num_workers else []
     training = parse_command_line(TrainConfig, [*config.command, *strategy])
     if training.overwrite:
-        raise UsageError("a restart would not know what --overwrite has deleted; delete the run's directory yourself")
+        raise UsageError(
+            "a restart would not know what --overwrite has deleted; delete the run's directory "
+            "yourself"
+        )
     if not config.num_workers:
         resolve_cluster(training, os.environ)
     elif training.workers or training.worker_index >= 0:
         raise UsageError(
-            f"num_workers={config.num_workers} starts workers on this machine, at addresses of its own; leave "
-            "--workers and --worker_index, or leave --num_workers on each of several machines"
+            f"num_workers={config.num_workers} starts workers on this machine, at addresses of "
+            "its own; leave --workers and --worker_index, or leave --num_workers on each of "
+            "several machines"
         )
     else:
         training.check_shares(max(training.num_gpus, 1) * config.num_workers)
-    return launcher.launch([*TRAIN_COMMAND, *config.command], config.num_workers, config.max_restarts, log.info)
+    return launcher.launch(
+        [*TRAIN_COMMAND, *config.command], config.num_workers, config.max_restarts, log.info
+    )
 
 
 PROGRAMS: dict[str, tuple[Callable[[Any], int | None], type]] = {
@@ -295,16 +345,19 @@ PROGRAMS: dict[str, tuple[Callable[[Any], int | None], type]] = {
 }
 
 
-# Command-line flags, made from the settings of a config --------------------------------------------------------------
+# Command-line flags, made from the settings of a config -------------------------------------------
 
 
-def parse_command_line(config_class: type[Config], arguments: Sequence[str], description: str = "") -> Config:
+def parse_command_line(
+    config_class: type[Config], arguments: Sequence[str], description: str = ""
+) -> Config:
     """Make a config from flags and flagfiles, of which later ones override earlier ones.
 
     Print the help and exit if the command line asks for it: --help or --helpfull.
 
     Raises:
-      UsageError: stray arguments, unknown flags, or values of a wrong type, out of range or in conflict.
+      UsageError: stray arguments, unknown flags, or values of a wrong type, out of range or in
+        conflict.
     """
     fields = flag_settings(config_class)
     if {"-h", "--help", "--helpfull"}.intersection(arguments):
@@ -317,15 +370,23 @@ def parse_command_line(config_class: type[Config], arguments: Sequence[str], des
         raise UsageError(f"{' '.join(str(error).split())}; --helpfull lists the flags") from None
     rest = names_with(config_class, group=REST)
     if stray and not rest:
-        raise UsageError(f"{stray[0]!r} is not a flag; settings are given as --name=value; --help lists them")
-    settings = {field.name: values[field.name].value for field in fields if values[field.name].present}
+        raise UsageError(
+            f"{stray[0]!r} is not a flag; settings are given as --name=value; --help lists them"
+        )
+    settings = {
+        field.name: values[field.name].value for field in fields if values[field.name].present
+    }
     return make_config(config_class, settings | {name: tuple(stray) for name in rest})
 
 
 def help_text(fields: Sequence[dataclasses.Field], description: str, is_full: bool) -> str:
-    """Return the description of a program and the help of its flags; by default of a training's `BASIC` ones only."""
+    """Return the description of a program and the help of its flags; by default of a training's
+    `BASIC` ones only.
+    """
     of_training = {field.name for field in dataclasses.fields(TrainConfig)}
-    shown = [field for field in fields if is_full or field.name in BASIC or field.name not in of_training]
+    shown = [
+        field for field in fields if is_full or field.name in BASIC or field.name not in of_training
+    ]
     parts = [description, _define(shown).get_help(include_special_flags=False).strip()]
     if len(shown) < len(fields):
         parts.append(f"{len(fields) - len(shown)} more flags: --helpfull lists all")
@@ -355,5 +416,7 @@ def _define(fields: Sequence[dataclasses.Field]) -> absl_flags.FlagValues:
         limits = field.metadata
         choices = f" ({'|'.join(filter(None, limits['choices']))})" if limits["choices"] else ""
         text = limits["help"] + choices
-        define[field.type](field.name, field.default, text, flag_values=values, module_name=limits["group"])
+        define[field.type](
+            field.name, field.default, text, flag_values=values, module_name=limits["group"]
+        )
     return values

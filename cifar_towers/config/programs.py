@@ -1,4 +1,6 @@
-"""The settings of every program but `train`. Imports no TensorFlow, so that a usage error is immediate."""
+"""The settings of every program but `train`. Imports no TensorFlow, so that a usage error is
+immediate.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -18,7 +20,19 @@ from cifar_towers.errors import UsageError
 from cifar_towers.registry import TTA_HELP, TTA_LEVELS, check_dataset, check_model
 
 RUN_FIELDS = (
-    *("run", "recipe", "data", "seed", "towers", "state", "step", "split", "weights", "accuracy", "tta_accuracy"),
+    *(
+        "run",
+        "recipe",
+        "data",
+        "seed",
+        "towers",
+        "state",
+        "step",
+        "split",
+        "weights",
+        "accuracy",
+        "tta_accuracy",
+    ),
     *("images_per_sec", "minutes", "revision"),
 )
 EXPORT_FORMATS = ("saved_model", "keras", "litert", "onnx")
@@ -30,17 +44,21 @@ _export, _table, _launch, _benchmark = map(settings_of, ("Export", "Table", "Lau
 class TrainedRunConfig(DeviceConfig):
     """A run, one of its checkpoints, and which of its weights."""
 
-    train_dir: str = _run("", "directory of the run", required="which run? give --train_dir=runs/...")
+    train_dir: str = _run(
+        "", "directory of the run", required="which run? give --train_dir=runs/..."
+    )
     step: int = _run(0, "step of the checkpoint; 0: the newest", low=0)
     weights: str = _run(
         "auto",
-        "weights of the checkpoint: raw, as trained; ema, their moving average; auto, the average if the run has one",
+        "weights of the checkpoint: raw, as trained; ema, their moving average; auto, the average "
+        "if the run has one",
         choices=("auto", "raw", "ema"),
     )
     model: str = _run(
         "",
-        "for a run with a model of your own: the function that makes it, as package.module:function or "
-        "path/to/file.py:function, which permits the program to execute it",
+        "for a run with a model of your own: the function that makes it, as "
+        "package.module:function or path/to/file.py:function, which permits the program to "
+        "execute it",
         check=check_model,
     )
 
@@ -50,7 +68,9 @@ class ComputeConfig(TrainedRunConfig):
     """Settings of a trained model's computation."""
 
     tta: int = _run(0, f"level of test-time augmentation: {TTA_HELP}", low=0, high=max(TTA_LEVELS))
-    precision: str = _run("auto", f"{PRECISION_HELP}; float32 if trained in it", choices=("auto", *PRECISIONS))
+    precision: str = _run(
+        "auto", f"{PRECISION_HELP}; float32 if trained in it", choices=("auto", *PRECISIONS)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +78,9 @@ class RunDataConfig(TrainedRunConfig):
     """The present place of a run's data."""
 
     dataset: str = _data(
-        "", "the run's data, as folder:<path>, or another test set; default: as in training", check=check_dataset
+        "",
+        "the run's data, as folder:<path>, or another test set; default: as in training",
+        check=check_dataset,
     )
     data_dir: str = _data("", "directory of the prepared data sets")
 
@@ -67,9 +89,13 @@ class RunDataConfig(TrainedRunConfig):
 class EvaluateConfig(ComputeConfig, RunDataConfig):
     """Settings of `cifar-towers evaluate`."""
 
-    split: str = _evaluation("test", "part of the data set to evaluate", choices=("test", "validation", "train"))
+    split: str = _evaluation(
+        "test", "part of the data set to evaluate", choices=("test", "validation", "train")
+    )
     num_images: int = _evaluation(0, "number of images to evaluate, of each set; 0: all", low=0)
-    allow_changed_data: bool = _evaluation(False, "permission to evaluate on images other than those of the run")
+    allow_changed_data: bool = _evaluation(
+        False, "permission to evaluate on images other than those of the run"
+    )
     json: bool = _evaluation(False, "output as one JSON object and nothing else")
 
 
@@ -93,7 +119,10 @@ class ExportConfig(RunDataConfig):
     format: str = _export("saved_model", "file format", choices=EXPORT_FORMATS)
     out: str = _export("", "new directory of the export; default: export/<format> in train_dir")
     check: int = _export(
-        1000, "number of test images on which the export must agree with the checkpoint; 0: none", low=0, high=10_000
+        1000,
+        "number of test images on which the export must agree with the checkpoint; 0: none",
+        low=0,
+        high=10_000,
     )
 
 
@@ -115,7 +144,9 @@ class RunsConfig:
     runs_dir: str = _run("runs", "directory below which runs are looked for")
     sort: str = _table("", "column to sort by; default: the directory", choices=("", *RUN_FIELDS))
     json: bool = _table(False, "output as one JSON object per run and nothing else")
-    best: str = _table("", "recipe whose most accurate finished run is printed as a directory, and nothing else")
+    best: str = _table(
+        "", "recipe whose most accurate finished run is printed as a directory, and nothing else"
+    )
     patterns: tuple[str, ...] = setting((), REST, "patterns of names, e.g. 'speed94*'")
 
 
@@ -124,7 +155,9 @@ class ReportConfig:
     """Settings of `cifar-towers report`."""
 
     out: str = setting(
-        "", "Report", "path of the page; default: report.html in the run's directory, or here for several runs"
+        "",
+        "Report",
+        "path of the page; default: report.html in the run's directory, or here for several runs",
     )
     runs: tuple[str, ...] = setting(
         (),
@@ -139,9 +172,14 @@ class LaunchConfig:
     """Settings of `cifar-towers launch`."""
 
     num_workers: int = _launch(
-        0, "number of workers on this machine; 0: one process, which may be a worker of a cluster", low=0, high=1024
+        0,
+        "number of workers on this machine; 0: one process, which may be a worker of a cluster",
+        low=0,
+        high=1024,
     )
-    max_restarts: int = _launch(3, "maximum number of restarts; none after exit codes 0, 2, 3 and 4", low=0)
+    max_restarts: int = _launch(
+        3, "maximum number of restarts; none after exit codes 0, 2, 3 and 4", low=0
+    )
     command: tuple[str, ...] = setting((), REST, "flags of a training")
 
 
@@ -150,14 +188,26 @@ class BenchmarkConfig(TrainConfig):
     """Settings of `cifar-towers benchmark`: those of a training, and how to measure its step."""
 
     refused: ClassVar[tuple[str, ...]] = (  # settings of a training that have no flag here
-        *("strategy", "variable_placement", "num_gpus", "workers", "worker_index", "seeds", "target_accuracy"),
+        *(
+            "strategy",
+            "variable_placement",
+            "num_gpus",
+            "workers",
+            "worker_index",
+            "seeds",
+            "target_accuracy",
+        ),
     )
 
     train_dir: str = _benchmark("", "directory of the results; default: runs/benchmark-<recipe>")
     towers: str = _benchmark(
-        "", "numbers of towers, e.g. 1,2,4; default: 1 to all GPUs by doubling, or 1 and 2 without GPUs"
+        "",
+        "numbers of towers, e.g. 1,2,4; default: 1 to all GPUs by doubling, or 1 and 2 without "
+        "GPUs",
     )
-    minutes: float = _benchmark(20.0, "time in minutes by which the rounds end, though one is always made", low=0)
+    minutes: float = _benchmark(
+        20.0, "time in minutes by which the rounds end, though one is always made", low=0
+    )
 
     def __post_init__(self):
         super().__post_init__()

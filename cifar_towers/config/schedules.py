@@ -1,6 +1,7 @@
 """Schedules over a run, given as points: `0=0.2,23%=1,100%=0.07`.
 
-The place of a point is an epoch, or with a percent sign a fraction of the run. This module does not import TensorFlow.
+The place of a point is an epoch, or with a percent sign a fraction of the run. This module does not
+import TensorFlow.
 """
 
 import bisect
@@ -32,13 +33,15 @@ class SchedulePoints(NamedTuple):
         steps = [to_steps(place, unit) for place, unit in zip(self.places, units, strict=True)]
         if steps != sorted(steps):
             raise UsageError(
-                f"{self.setting}: its places fall on steps {steps} of {length.total}, which are not in ascending order"
+                f"{self.setting}: its places fall on steps {steps} of {length.total}, which are "
+                "not in ascending order"
             )
         return steps
 
 
 def to_steps(place: float, unit: int) -> float:
-    """Convert a place to steps, rounded so that floating-point errors do not move it past the step it falls on.
+    """Convert a place to steps, rounded so that floating-point errors do not move it past the step
+    it falls on.
 
     >>> 0.55 * 100 > 55, to_steps(0.55, 100)
     (True, 55.0)
@@ -61,7 +64,9 @@ def piecewise_linear(step: float, steps: list[float], values: tuple[float, ...])
     return values[after - 1] + (values[after] - values[after - 1]) * (step - start) / (end - start)
 
 
-def piecewise_constant(step: float, steps: list[float], values: tuple[float, ...], before: float = 1.0) -> float:
+def piecewise_constant(
+    step: float, steps: list[float], values: tuple[float, ...], before: float = 1.0
+) -> float:
     """Return the value of the last point passed, or `before` in front of the first one.
 
     >>> piecewise_constant(91, [91, 136], (0.1, 0.01))
@@ -71,16 +76,21 @@ def piecewise_constant(step: float, steps: list[float], values: tuple[float, ...
     return values[passed - 1] if passed else before
 
 
-# Functions (step, steps of the points, their values) -> factor. A step may be fractional, or before the first point.
+# Functions (step, steps of the points, their values) -> factor. A step may be fractional, or before
+# the first point.
 RATE_SHAPES = {"linear": piecewise_linear, "step": piecewise_constant}
 
 
 def parse_rate_schedule(text: str) -> tuple[str, SchedulePoints]:
-    """Return the shape and the points of a learning rate schedule: `"linear:0=1,100%=0"` -> ("linear", points)."""
+    """Return the shape and the points of a learning rate schedule: `"linear:0=1,100%=0"` ->
+    ("linear", points).
+    """
     shape, _, points = text.partition(":")
     if shape not in RATE_SHAPES:
         shapes = " or ".join(f"{name}:" for name in RATE_SHAPES)
-        raise UsageError(f"learning_rate_schedule={text} must begin with {shapes}, e.g. linear:0=1,100%=0")
+        raise UsageError(
+            f"learning_rate_schedule={text} must begin with {shapes}, e.g. linear:0=1,100%=0"
+        )
     return shape, parse_points("learning_rate_schedule", points, "0=1,100%=0")
 
 
@@ -88,14 +98,18 @@ class ImageSizeSchedule:
     """The height and width of training images in pixels over a run."""
 
     def __init__(self, text: str, full: int):
-        """Parse a text as `"0=24,45%=32"`. Before its first place, or if it is empty, images have the `full` size."""
+        """Parse a text as `"0=24,45%=32"`. Before its first place, or if it is empty, images have
+        the `full` size.
+        """
         self.points = parse_points("image_size_schedule", text or f"0={full}", "0=24,45%=32")
         self._full = full
 
     def at(self, length: RunLength) -> Callable[[int], int]:
         """Return the function step -> size for a run of this length."""
         places = self.points.steps(length)
-        return lambda step: int(piecewise_constant(step, places, self.points.values, before=self._full))
+        return lambda step: int(
+            piecewise_constant(step, places, self.points.values, before=self._full)
+        )
 
 
 def parse_points(setting: str, text: str, example: str) -> SchedulePoints:
@@ -103,10 +117,14 @@ def parse_points(setting: str, text: str, example: str) -> SchedulePoints:
     try:
         pairs = [part.split("=") for part in text.split(",")]
         relative = tuple(place.endswith("%") for place, _ in pairs)
-        places = tuple(float(place.rstrip("%")) / (100 if "%" in place else 1) for place, _ in pairs)
+        places = tuple(
+            float(place.rstrip("%")) / (100 if "%" in place else 1) for place, _ in pairs
+        )
         values = tuple(float(value) for _, value in pairs)
         if not all(0 <= number < math.inf for number in places + values):
             raise ValueError
     except ValueError:
-        raise UsageError(f"{setting}: {text!r} is not a list of place=value, none negative, e.g. {example}") from None
+        raise UsageError(
+            f"{setting}: {text!r} is not a list of place=value, none negative, e.g. {example}"
+        ) from None
     return SchedulePoints(setting, places, relative, values)

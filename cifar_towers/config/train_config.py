@@ -1,7 +1,8 @@
 """Every setting of a training run, from which its flags are made, and the recipes that set them.
 
-This module, and all that runs before training starts, must not import TensorFlow, so that a usage error is immediate.
-What cannot be used raises a UsageError here and in the modules beside this one; the message names the setting.
+This module, and all that runs before training starts, must not import TensorFlow, so that a usage
+error is immediate. What cannot be used raises a UsageError here and in the modules beside this one;
+the message names the setting.
 """
 
 import dataclasses
@@ -33,16 +34,27 @@ from cifar_towers.registry import (
 REST = "the rest"  # group of the setting that holds a program's positional arguments
 MIN_IMAGE_SIZE = 18  # pixels
 PRECISIONS = ("float32", "bfloat16")
-PRECISION_HELP = "number format the net computes in; auto: bfloat16 if the hardware computes it faster, else float32"
+PRECISION_HELP = (
+    "number format the net computes in; auto: bfloat16 if the hardware computes it faster, "
+    "else float32"
+)
 DEFAULT_RECIPE = "speed94"
 PACKAGE = Path(__file__).resolve().parents[1]
 # An installed copy has the recipes inside the package, a checkout beside it.
-RECIPES = next((place for place in (PACKAGE / "configs", PACKAGE.parent / "configs") if place.is_dir()), PACKAGE)
-PATHS = ("train_dir", "init_from", "out", "runs_dir")  # after `--train_dir=` the shell leaves a ~ as it is
+RECIPES = next(
+    (place for place in (PACKAGE / "configs", PACKAGE.parent / "configs") if place.is_dir()),
+    PACKAGE,
+)
+PATHS = (
+    "train_dir",
+    "init_from",
+    "out",
+    "runs_dir",
+)  # after `--train_dir=` the shell leaves a ~ as it is
 Config = TypeVar("Config")
 
 
-# A setting: a dataclass field that carries its flag's help, limits and choices ----------------------------------------
+# A setting: a dataclass field that carries its flag's help, limits and choices --------------------
 
 
 def setting(
@@ -64,7 +76,8 @@ def setting(
     Args:
       check: validates values other than the default.
       required: error message if the value is empty; none if the setting may be empty.
-      on_resume: what happens if a run is resumed with another value. `refuse`: the setting belongs to the recipe.
+      on_resume: what happens if a run is resumed with another value. `refuse`: the setting belongs
+        to the recipe.
       per_worker: workers of one cluster may have different values.
       per_run: runs with different values are still repetitions of one experiment, to be averaged.
     """
@@ -72,20 +85,28 @@ def setting(
 
 
 def settings_of(group: str, **common: Any) -> Callable[..., Any]:
-    """Return `setting` for one section of the help text, whose settings have these options in common."""
+    """Return `setting` for one section of the help text, whose settings have these options in
+    common.
+    """
     return lambda default, help, **options: setting(default, group, help, **common | options)
 
 
 class Section:
-    """One section of a training's help text. Each of its settings says whether it belongs to the recipe."""
+    """One section of a training's help text. Each of its settings says whether it belongs to the
+    recipe.
+    """
 
     def __init__(self, group: str, **common: bool):
         self.recipe = settings_of(group, on_resume="refuse", **common)
-        self.free = settings_of(group, on_resume="allow", **common)  # a resumed run may have another value
+        self.free = settings_of(
+            group, on_resume="allow", **common
+        )  # a resumed run may have another value
 
 
 def names_with(config_class: type, **properties: Any) -> tuple[str, ...]:
-    """Return the names of the settings with these properties, e.g. `names_with(TrainConfig, on_resume="allow")`."""
+    """Return the names of the settings with these properties, e.g. `names_with(TrainConfig,
+    on_resume="allow")`.
+    """
     return tuple(
         field.name
         for field in dataclasses.fields(config_class)
@@ -97,8 +118,14 @@ def check_limits(config: Any) -> None:
     """Check every field of a config against its type, `low`, `high`, `choices` and `check`."""
     field: Any
     for field in dataclasses.fields(config):
-        value, limits, kind = getattr(config, field.name), field.metadata, typing.get_origin(field.type) or field.type
-        if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) != (kind is bool):
+        value, limits, kind = (
+            getattr(config, field.name),
+            field.metadata,
+            typing.get_origin(field.type) or field.type,
+        )
+        if not isinstance(value, (int, float) if kind is float else kind) or isinstance(
+            value, bool
+        ) != (kind is bool):
             raise UsageError(f"{field.name}={value!r} is not of the type {kind.__name__}")
         if limits["required"] and not value:
             raise UsageError(limits["required"])
@@ -114,7 +141,7 @@ def check_limits(config: Any) -> None:
             raise UsageError(f"{field.name}={value} is too large; the maximum is {limits['high']}")
 
 
-# The settings of a training -------------------------------------------------------------------------------------------
+# The settings of a training -----------------------------------------------------------------------
 
 
 def parse_numbers(setting: str, text: str) -> tuple[int, ...]:
@@ -126,14 +153,21 @@ def parse_numbers(setting: str, text: str) -> tuple[int, ...]:
 
 
 def parse_profile_steps(text: str) -> tuple[int, int] | None:
-    """Return a profile's first step and the step after its last, counted from 0: `"100:110"` -> (100, 110)."""
+    """Return a profile's first step and the step after its last, counted from 0: `"100:110"` ->
+    (100, 110).
+    """
     first, _, last = text.partition(":")
     if text and not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
-        raise UsageError(f"profile_steps={text!r} is not a first and a later last step; write --profile_steps=100:110")
+        raise UsageError(
+            f"profile_steps={text!r} is not a first and a later last step; write "
+            "--profile_steps=100:110"
+        )
     return (int(first), int(last)) if text else None
 
 
-_towers, _run, _data, _model, _optimizer = map(Section, ("Towers", "Run", "Data", "Model", "Optimizer"))
+_towers, _run, _data, _model, _optimizer = map(
+    Section, ("Towers", "Run", "Data", "Model", "Optimizer")
+)
 _cluster = Section("Cluster", per_worker=True, per_run=True)
 _reporting = Section("Reporting", per_run=True)
 
@@ -144,12 +178,16 @@ class DeviceConfig:
 
     num_gpus: int = _towers.free(
         0,
-        "number of towers, in a cluster per worker; 0: one per GPU, or two without GPUs (in a cluster one), and fewer "
-        "if these cannot divide the batch evenly",
+        "number of towers, in a cluster per worker; 0: one per GPU, or two without GPUs (in a "
+        "cluster one), and fewer if these cannot divide the batch evenly",
         low=0,
     )
-    soft_placement: bool = _towers.free(True, "logical devices in place of missing GPUs", per_run=True)
-    deterministic: bool = _towers.free(False, "bit-identical results, or TensorFlow's error where it has none")
+    soft_placement: bool = _towers.free(
+        True, "logical devices in place of missing GPUs", per_run=True
+    )
+    deterministic: bool = _towers.free(
+        False, "bit-identical results, or TensorFlow's error where it has none"
+    )
 
     def __post_init__(self):
         check_limits(self)
@@ -161,23 +199,28 @@ class TrainConfig(DeviceConfig):
 
     strategy: str = _towers.free(
         "towers",
-        "use of the devices: towers share the batch and the variables; mirrored and multi_worker are replicas of "
-        "tf.distribute, in one process or one per worker; stages hold parts of one net",
+        "use of the devices: towers share the batch and the variables; mirrored and multi_worker "
+        "are replicas of tf.distribute, in one process or one per worker; stages hold parts of "
+        "one net",
         choices=("towers", "mirrored", "multi_worker", "stages"),
     )
     variable_placement: str = _towers.free(
         "",
-        "device of the towers' shared variables; empty: cpu; on GPUs round_robin for speednets and --jit_compile",
+        "device of the towers' shared variables; empty: cpu; on GPUs round_robin for speednets "
+        "and --jit_compile",
         choices=("cpu", "round_robin", "least_loaded"),
     )
     batch_statistics: str = _towers.recipe(
         "mean",
-        "statistics of batch normalization: of each tower's shard, with the mean over the towers as moving "
-        "statistics; or synchronized over the batch",
+        "statistics of batch normalization: of each tower's shard, with the mean over the towers "
+        "as moving statistics; or synchronized over the batch",
         choices=("mean", "synchronized"),
     )
     micro_batches: int = _towers.recipe(
-        1, "gradient accumulation: number of parts in which each tower computes its share of the batch", low=1
+        1,
+        "gradient accumulation: number of parts in which each tower computes its share of the "
+        "batch",
+        low=1,
     )
     jit_compile: bool = _towers.free(
         False, "compile each tower's forward and backward pass and the update by XLA, for GPUs"
@@ -187,57 +230,83 @@ class TrainConfig(DeviceConfig):
     )
 
     workers: str = _cluster.free(
-        "", "host:port of every worker of strategy=multi_worker, e.g. a:5000,b:5000; empty: from TF_CONFIG or Slurm"
+        "",
+        "host:port of every worker of strategy=multi_worker, e.g. a:5000,b:5000; empty: from "
+        "TF_CONFIG or Slurm",
     )
     worker_index: int = _cluster.free(
-        -1, "index of this process; worker 0 writes train_dir; -1: from TF_CONFIG or Slurm's variables", low=-1
+        -1,
+        "index of this process; worker 0 writes train_dir; -1: from TF_CONFIG or Slurm's variables",
+        low=-1,
     )
 
-    recipe: str = _run.free("", "recipe to train, a file in configs/; default: speed94, unless --model is given")
+    recipe: str = _run.free(
+        "", "recipe to train, a file in configs/; default: speed94, unless --model is given"
+    )
     train_dir: str = _run.free(
         "",
-        "directory of everything the run writes; default: runs/<recipe>-seed<seed>, with -<dataset> for data other "
-        "than CIFAR-10 and dataset=synthetic, and -from-<run> for init_from",
+        "directory of everything the run writes; default: runs/<recipe>-seed<seed>, with "
+        "-<dataset> for data other than CIFAR-10 and dataset=synthetic, and -from-<run> for "
+        "init_from",
         per_worker=True,
         per_run=True,
     )
-    overwrite: bool = _run.free(False, "fresh start that deletes the run in train_dir", per_worker=True, per_run=True)
-    seed: int = _run.recipe(0, "seed of data order, augmentation and weights", low=0, high=2**31 - 1, per_run=True)
+    overwrite: bool = _run.free(
+        False, "fresh start that deletes the run in train_dir", per_worker=True, per_run=True
+    )
+    seed: int = _run.recipe(
+        0, "seed of data order, augmentation and weights", low=0, high=2**31 - 1, per_run=True
+    )
     seeds: str = _run.free(
-        "", "seeds of several runs, e.g. 0,1,2, which are summarized; each in a folder of train_dir", per_run=True
+        "",
+        "seeds of several runs, e.g. 0,1,2, which are summarized; each in a folder of train_dir",
+        per_run=True,
     )
     init_from: str = _run.recipe(
         "",
-        "directory of a trained run, whose newest weights this run starts with where name and shape are equal",
+        "directory of a trained run, whose newest weights this run starts with where name and "
+        "shape are equal",
     )
     epochs: float = _run.recipe(8.0, "number of passes over the training set", low=0, high=1e6)
-    max_steps: int = _run.free(0, "number of steps after which the run stops and is evaluated; 0: no limit", low=0)
+    max_steps: int = _run.free(
+        0, "number of steps after which the run stops and is evaluated; 0: no limit", low=0
+    )
     target_accuracy: float = _run.free(
-        0.0, "accuracy without TTA, as a fraction, that stops the run at an evaluation; 0: none", low=0, high=1
+        0.0,
+        "accuracy without TTA, as a fraction, that stops the run at an evaluation; 0: none",
+        low=0,
+        high=1,
     )
     dataset: str = _data.free(
         "cifar10",
-        "data set: cifar10, synthetic, auto (CIFAR-10 if available, otherwise synthetic), folder:<path> with a "
-        "subfolder of images for each class, csv:<table> of files and classes, npz:<file> of NumPy arrays, or any "
-        "TensorFlow Datasets builder with images and labels",
+        "data set: cifar10, synthetic, auto (CIFAR-10 if available, otherwise synthetic), "
+        "folder:<path> with a subfolder of images for each class, csv:<table> of files and "
+        "classes, npz:<file> of NumPy arrays, or any TensorFlow Datasets builder with images and "
+        "labels",
         check=registry.check_dataset,
         per_run=True,
     )
     data_dir: str = _data.free(
         "",
-        "directory of prepared data sets, or of CIFAR-10's own files; default: that of TensorFlow Datasets",
+        "directory of prepared data sets, or of CIFAR-10's own files; default: that of TensorFlow "
+        "Datasets",
         per_worker=True,
         per_run=True,
     )
-    validation_examples: int = _data.recipe(0, "number of training examples held out for validation", low=0)
+    validation_examples: int = _data.recipe(
+        0, "number of training examples held out for validation", low=0
+    )
     image_size: int = _data.recipe(
-        32, "height and width in pixels; the central square of other images is resized", low=MIN_IMAGE_SIZE, high=256
+        32,
+        "height and width in pixels; the central square of other images is resized",
+        low=MIN_IMAGE_SIZE,
+        high=256,
     )
     batch_size: int = _data.recipe(1536, "number of examples per step, over all towers", low=1)
     hard_example_pool: int = _data.recipe(
         0,
-        "number of examples drawn per step, of which the batch_size with the highest loss under a small proxy net are "
-        "trained on; 0: off",
+        "number of examples drawn per step, of which the batch_size with the highest loss under a "
+        "small proxy net are trained on; 0: off",
         low=0,
     )
     flip: str = _data.recipe(
@@ -245,23 +314,38 @@ class TrainConfig(DeviceConfig):
         "mirroring of training images: at random, or alternating: each image in every other epoch",
         choices=("none", "random", "alternating"),
     )
-    shift: int = _data.recipe(2, "largest random shift in each direction, in pixels", low=0, high=16)
-    shift_fill: str = _data.recipe("reflect", "padding of shifted images", choices=("reflect", "zeros"))
+    shift: int = _data.recipe(
+        2, "largest random shift in each direction, in pixels", low=0, high=16
+    )
+    shift_fill: str = _data.recipe(
+        "reflect", "padding of shifted images", choices=("reflect", "zeros")
+    )
     crop: int = _data.recipe(
-        0, "height and width of the crop in pixels, random in training and central in evaluation; 0: no crop", low=0
+        0,
+        "height and width of the crop in pixels, random in training and central in evaluation; 0: "
+        "no crop",
+        low=0,
     )
     image_size_schedule: str = _data.recipe(
-        "", "size of training images in pixels from an epoch or percentage on, e.g. 0=24,45%=32; empty: image_size"
+        "",
+        "size of training images in pixels from an epoch or percentage on, e.g. 0=24,45%=32; "
+        "empty: image_size",
     )
-    cutout: int = _data.recipe(0, "size in pixels of a random square that is blanked in each training image", low=0)
-    brightness: float = _data.recipe(0.0, "largest random change of brightness, in levels of 255", low=0)
+    cutout: int = _data.recipe(
+        0, "size in pixels of a random square that is blanked in each training image", low=0
+    )
+    brightness: float = _data.recipe(
+        0.0, "largest random change of brightness, in levels of 255", low=0
+    )
     augment: str = _data.recipe(
         "",
-        "your own function (images, draws) or (images, labels, draws) of normalized training images, as "
-        "path/to/file.py:function",
+        "your own function (images, draws) or (images, labels, draws) of normalized training "
+        "images, as path/to/file.py:function",
         check=functools.partial(check_function_name, "augment"),
     )
-    contrast: float = _data.recipe(0.0, "largest random change of contrast, as a fraction", low=0, high=1)
+    contrast: float = _data.recipe(
+        0.0, "largest random change of contrast, as a fraction", low=0, high=1
+    )
     standardize: str = _data.recipe(
         "dataset",
         "mean and standard deviation for normalization: the data set's, or each image's own",
@@ -275,47 +359,81 @@ class TrainConfig(DeviceConfig):
         check=registry.check_model,
     )
     precision: str = _model.recipe("auto", PRECISION_HELP, choices=("auto", *PRECISIONS))
-    whitening_images: int = _model.recipe(5000, "number of images from which whitening filters are computed", low=12)
+    whitening_images: int = _model.recipe(
+        5000, "number of images from which whitening filters are computed", low=12
+    )
 
     optimizer: str = _optimizer.recipe(
         "momentum",
-        "update rule: momentum, SGD; muon, Muon for convolutions and momentum SGD for the rest; adamw, AdamW",
+        "update rule: momentum, SGD; muon, Muon for convolutions and momentum SGD for the rest; "
+        "adamw, AdamW",
         choices=OPTIMIZERS,
     )
     learning_rate: float = _optimizer.recipe(0.1, "peak learning rate", low=0)
-    bias_learning_rate: float = _optimizer.recipe(0.0, "peak rate of biases and norms; 0: learning_rate", low=0)
-    head_learning_rate: float = _optimizer.recipe(0.0, "peak rate of the last layer's kernel; 0: learning_rate", low=0)
+    bias_learning_rate: float = _optimizer.recipe(
+        0.0, "peak rate of biases and norms; 0: learning_rate", low=0
+    )
+    head_learning_rate: float = _optimizer.recipe(
+        0.0, "peak rate of the last layer's kernel; 0: learning_rate", low=0
+    )
     whitening_learning_rate: float = _optimizer.recipe(
         0.0, "peak rate of whitening layers' biases; 0: bias_learning_rate", low=0
     )
     learning_rate_schedule: str = _optimizer.recipe(
         "linear:0=1,100%=0",
-        "factor of the peak rates at epochs or percentages of the run, interpolated (linear:) or constant (step:)",
+        "factor of the peak rates at epochs or percentages of the run, interpolated (linear:) or "
+        "constant (step:)",
     )
-    whitening_epochs: float = _optimizer.recipe(3.0, "epochs in which the whitening bias is trained", low=0, high=1e6)
+    whitening_epochs: float = _optimizer.recipe(
+        3.0, "epochs in which the whitening bias is trained", low=0, high=1e6
+    )
     momentum: float = _optimizer.recipe(0.9, "momentum coefficient of SGD", low=0, high=0.9999)
     nesterov: bool = _optimizer.recipe(False, "Nesterov momentum in SGD")
-    muon_momentum: float = _optimizer.recipe(0.655, "momentum coefficient of Muon", low=0, high=0.9999)
-    weight_decay: float = _optimizer.recipe(0.0, "weight decay at learning_rate, for all weights alike", low=0)
-    label_smoothing: float = _optimizer.recipe(0.0, "probability spread over all classes in labels", low=0, high=0.9999)
+    muon_momentum: float = _optimizer.recipe(
+        0.655, "momentum coefficient of Muon", low=0, high=0.9999
+    )
+    weight_decay: float = _optimizer.recipe(
+        0.0, "weight decay at learning_rate, for all weights alike", low=0
+    )
+    label_smoothing: float = _optimizer.recipe(
+        0.0, "probability spread over all classes in labels", low=0, high=0.9999
+    )
     loss: str = _optimizer.recipe(
         "",
-        "your own function (labels, logits) that returns the loss of each example, as path/to/file.py:function",
+        "your own function (labels, logits) that returns the loss of each example, as "
+        "path/to/file.py:function",
         check=functools.partial(check_function_name, "loss"),
     )
-    ema_decay: float = _optimizer.recipe(0.0, "decay of the weights' moving average; 0: none", low=0, high=0.999999)
-    lookahead: bool = _optimizer.recipe(False, "Lookahead: a slow average replaces the weights every five steps")
+    ema_decay: float = _optimizer.recipe(
+        0.0, "decay of the weights' moving average; 0: none", low=0, high=0.999999
+    )
+    lookahead: bool = _optimizer.recipe(
+        False, "Lookahead: a slow average replaces the weights every five steps"
+    )
 
-    eval_every_epochs: float = _reporting.free(1.0, "epochs between evaluations; 0: only after the last step", low=0)
+    eval_every_epochs: float = _reporting.free(
+        1.0, "epochs between evaluations; 0: only after the last step", low=0
+    )
     tta: int = _reporting.free(
-        0, f"test-time augmentation at the end: {registry.TTA_HELP}", low=0, high=max(TTA_LEVELS), per_run=False
+        0,
+        f"test-time augmentation at the end: {registry.TTA_HELP}",
+        low=0,
+        high=max(TTA_LEVELS),
+        per_run=False,
     )
     summary_every_steps: int = _reporting.free(
-        100, "steps between summaries, which have scalars ten times as often; 0: only at the last step", low=0
+        100,
+        "steps between summaries, which have scalars ten times as often; 0: only at the last step",
+        low=0,
     )
-    profile_steps: str = _reporting.free("", "steps to profile, e.g. 100:110 for the ten after step 100; empty: none")
+    profile_steps: str = _reporting.free(
+        "", "steps to profile, e.g. 100:110 for the ten after step 100; empty: none"
+    )
     checkpoint_every_steps: int = _reporting.free(
-        0, "steps between checkpoints; 0: every half minute and after evaluations, in at most 1 % of the time", low=0
+        0,
+        "steps between checkpoints; 0: every half minute and after evaluations, in at most 1 % of "
+        "the time",
+        low=0,
     )
     keep_checkpoints: int = _reporting.free(3, "number of newest checkpoints to keep", low=1)
 
@@ -337,16 +455,25 @@ class TrainConfig(DeviceConfig):
 
     def run_length(self, steps_per_epoch: int) -> schedules.RunLength:
         """Return the run's length, which `max_steps` may cut short."""
-        total = max(math.ceil(schedules.to_steps(self.epochs, steps_per_epoch)), self.epochs > 0) or self.max_steps
+        total = (
+            max(math.ceil(schedules.to_steps(self.epochs, steps_per_epoch)), self.epochs > 0)
+            or self.max_steps
+        )
         return schedules.RunLength(steps_per_epoch, total, min(total, self.max_steps or total))
 
     def evaluate_every_steps(self, length: schedules.RunLength) -> int:
         """Return the number of steps between evaluations before the end of a run; 0: none."""
-        return max(1, round(self.eval_every_epochs * length.steps_per_epoch)) if self.eval_every_epochs else 0
+        return (
+            max(1, round(self.eval_every_epochs * length.steps_per_epoch))
+            if self.eval_every_epochs
+            else 0
+        )
 
     @property
     def user_model(self) -> tuple[str, str] | None:
-        """The module or file and the function of `model` if it is the user's own; None for a built-in model."""
+        """The module or file and the function of `model` if it is the user's own; None for a
+        built-in model.
+        """
         return split_function(self.model)
 
     @property
@@ -359,7 +486,9 @@ class TrainConfig(DeviceConfig):
         """`train_dir`, or its default."""
         data = os.path.basename(os.path.abspath(split_path(self.dataset)[1]))
         suffix = "" if self.dataset in BUILT_IN else "-" + re.sub(r"\W+", "-", data).strip("-")
-        suffix += f"-from-{os.path.basename(os.path.abspath(self.init_from))}" * bool(self.init_from)
+        suffix += f"-from-{os.path.basename(os.path.abspath(self.init_from))}" * bool(
+            self.init_from
+        )
         return Path(self.train_dir or f"runs/{self.name}{suffix}-seed{self.seed}")
 
     def of_seed(self, seed: int) -> "TrainConfig":
@@ -368,48 +497,72 @@ class TrainConfig(DeviceConfig):
         return dataclasses.replace(self, seed=seed, seeds="", train_dir=train_dir)
 
     def num_towers(self, num_devices: int) -> int:
-        """Return the number of towers on so many devices: one if the devices hold stages of the model."""
+        """Return the number of towers on so many devices: one if the devices hold stages of the
+        model.
+        """
         return 1 if self.strategy == "stages" else num_devices
 
     def check_shares(self, num_devices: int) -> None:
-        """Check that the towers on this many devices, and their micro-batches, can share a batch."""
+        """Check that the towers on this many devices, and their micro-batches, can share a
+        batch.
+        """
         if uneven := self._describe_uneven_shares(self.num_towers(num_devices)):
             raise UsageError(uneven)
 
     def default_num_towers(self, num_devices: int) -> tuple[int, str]:
-        """Return (the largest number of towers that can share a batch, the reason if it is below `num_devices`)."""
+        """Return (the largest number of towers that can share a batch, the reason if it is below
+        `num_devices`).
+        """
         reason = self._describe_uneven_shares(num_devices)
-        even = [towers for towers in range(1, num_devices) if not self._describe_uneven_shares(towers)]
-        return (even[-1], reason) if reason and even and self.strategy != "stages" else (num_devices, "")
+        even = [
+            towers for towers in range(1, num_devices) if not self._describe_uneven_shares(towers)
+        ]
+        return (
+            (even[-1], reason)
+            if reason and even and self.strategy != "stages"
+            else (num_devices, "")
+        )
 
     def _describe_uneven_shares(self, num_towers: int) -> str:
-        """Return an error message with the nearest sizes if the batch cannot be divided evenly; otherwise empty."""
+        """Return an error message with the nearest sizes if the batch cannot be divided evenly;
+        otherwise empty.
+        """
         shares = num_towers * self.micro_batches
         parts = f" in {self.micro_batches} micro-batches each" if self.micro_batches > 1 else ""
         for name in ("batch_size", "hard_example_pool"):
             if (size := getattr(self, name)) % shares:
-                nearest = " and ".join(str(near) for near in (size - size % shares, size + -size % shares) if near)
-                return f"{name}={size} cannot be shared by {count(num_towers, 'tower')}{parts}; {nearest} can"
+                nearest = " and ".join(
+                    str(near) for near in (size - size % shares, size + -size % shares) if near
+                )
+                sharers = count(num_towers, "tower") + parts
+                return f"{name}={size} cannot be shared by {sharers}; {nearest} can"
         return ""
 
 
-# Combinations of settings that would silently train something else ----------------------------------------------------
+# Combinations of settings that would silently train something else --------------------------------
 
 
 def _has_wrong_sizes(config: TrainConfig) -> bool:
     sizes = schedules.ImageSizeSchedule(config.image_size_schedule, config.image_size).points.values
-    is_possible = all(size == int(size) and MIN_IMAGE_SIZE <= size <= config.image_size for size in sizes)
+    is_possible = all(
+        size == int(size) and MIN_IMAGE_SIZE <= size <= config.image_size for size in sizes
+    )
     return not is_possible or sizes[-1] != config.image_size  # the size of evaluation
 
 
-CONFLICTS: tuple[tuple[Callable[[TrainConfig], Any], str], ...] = (  # (condition, message that may name settings)
+CONFLICTS: tuple[
+    tuple[Callable[[TrainConfig], Any], str], ...
+] = (  # (condition, message that may name settings)
     (
         _has_wrong_sizes,
-        f"image_size_schedule={{image_size_schedule}}: sizes are whole numbers from {MIN_IMAGE_SIZE} to "
-        "image_size={image_size}, which is the last",
+        "image_size_schedule={image_size_schedule}: sizes are whole numbers from "
+        f"{MIN_IMAGE_SIZE} to image_size={{image_size}}, which is the last",
     ),
     (lambda c: c.crop > c.image_size, "crop={crop} is larger than image_size={image_size}"),
-    (lambda c: c.crop and c.image_size_schedule, "crop and image_size_schedule both set the image size; give one"),
+    (
+        lambda c: c.crop and c.image_size_schedule,
+        "crop and image_size_schedule both set the image size; give one",
+    ),
     (
         lambda c: c.loss and c.label_smoothing,
         "loss={loss} replaces the loss that smooths labels; give --label_smoothing=0",
@@ -419,22 +572,34 @@ CONFLICTS: tuple[tuple[Callable[[TrainConfig], Any], str], ...] = (  # (conditio
         "target_accuracy is checked at evaluations; give eval_every_epochs too",
     ),
     (lambda c: c.seeds and c.seed, "seed={seed} and seeds={seeds} are both given; give one"),
-    (lambda c: c.seeds and c.overwrite, "overwrite is for one run; delete the directories of seeds={seeds} yourself"),
+    (
+        lambda c: c.seeds and c.overwrite,
+        "overwrite is for one run; delete the directories of seeds={seeds} yourself",
+    ),
     (
         lambda c: c.seeds and c.strategy == "multi_worker",
         "strategy=multi_worker trains one run; give one seed at a time",
     ),
-    (lambda c: not (c.epochs or c.max_steps), "epochs=0 and max_steps=0 leave nothing to do; give one of them"),
+    (
+        lambda c: not (c.epochs or c.max_steps),
+        "epochs=0 and max_steps=0 leave nothing to do; give one of them",
+    ),
     (
         lambda c: c.strategy != "multi_worker" and (c.workers or c.worker_index >= 0),
         "settings of a cluster need --strategy=multi_worker; give it too, or leave them out",
     ),
     (
-        lambda c: c.batch_statistics == "synchronized" and (c.micro_batches != 1 or c.strategy == "stages"),
-        "batch_statistics=synchronized needs the whole batch at once; leave micro_batches and strategy=stages",
+        lambda c: (
+            c.batch_statistics == "synchronized"
+            and (c.micro_batches != 1 or c.strategy == "stages")
+        ),
+        "batch_statistics=synchronized needs the whole batch at once; leave micro_batches and "
+        "strategy=stages",
     ),
     (
-        lambda c: c.jit_compile and (c.batch_statistics == "synchronized" or c.strategy == "stages"),
+        lambda c: (
+            c.jit_compile and (c.batch_statistics == "synchronized" or c.strategy == "stages")
+        ),
         "jit_compile cannot compile batch_statistics=synchronized or strategy=stages; leave it",
     ),
     (
@@ -448,7 +613,7 @@ CONFLICTS: tuple[tuple[Callable[[TrainConfig], Any], str], ...] = (  # (conditio
 )
 
 
-# Recipes: the flagfiles in `configs/`, and the settings that decide what is trained -----------------------------------
+# Recipes: the flagfiles in `configs/`, and the settings that decide what is trained ---------------
 
 
 def recipe_names() -> list[str]:
@@ -463,7 +628,9 @@ def recipe_flagfile(name: str) -> Path:
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    """Return the settings in the file of a recipe, which holds a flag a line; no settings if the name is empty."""
+    """Return the settings in the file of a recipe, which holds a flag a line; no settings if the
+    name is empty.
+    """
     types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(TrainConfig)}
     lines = recipe_flagfile(name).read_text().splitlines() if name else []
     pairs = [line.removeprefix("--").split("=", 1) for line in lines if line.startswith("--")]
@@ -471,13 +638,15 @@ def read_recipe(name: str) -> dict[str, Any]:
 
 
 def make_config(config_class: type[Config], settings: Mapping[str, Any]) -> Config:
-    """Make the config of a program from settings by name, as a command line or a call from Python gives them.
+    """Make the config of a program from settings by name, as a command line or a call from Python
+    gives them.
 
-    The settings of a training override those of its recipe, which is speed94 unless they name another or a model. None
-    stands for the default.
+    The settings of a training override those of its recipe, which is speed94 unless they name
+    another or a model. None stands for the default.
 
     Raises:
-      UsageError: a value is of a wrong type, out of range or in conflict, or a file of the user's does not exist.
+      UsageError: a value is of a wrong type, out of range or in conflict, or a file of the user's
+        does not exist.
       TypeError: there is no such setting.
     """
     given = {name: value for name, value in settings.items() if value is not None}
@@ -493,16 +662,21 @@ def make_config(config_class: type[Config], settings: Mapping[str, Any]) -> Conf
 
 
 def recipe_fields(config: TrainConfig) -> dict[str, Any]:
-    """Return the settings that decide what is trained: a resumed run and all workers of a cluster have them in common.
+    """Return the settings that decide what is trained: a resumed run and all workers of a cluster
+    have them in common.
 
     `max_steps` belongs to the recipe if a schedule depends on the length of the run.
     """
-    by_length = "%" in config.learning_rate_schedule + config.image_size_schedule or config.lookahead
+    by_length = (
+        "%" in config.learning_rate_schedule + config.image_size_schedule or config.lookahead
+    )
     by_length |= config.optimizer in OPTIMIZERS_BY_LENGTH
     left_out = set(names_with(TrainConfig, on_resume="allow"))
     if config.epochs == 0 and by_length:
         left_out -= {"max_steps"}
-    return {name: value for name, value in dataclasses.asdict(config).items() if name not in left_out}
+    return {
+        name: value for name, value in dataclasses.asdict(config).items() if name not in left_out
+    }
 
 
 def shared_settings(config: TrainConfig) -> dict[str, Any]:
@@ -510,7 +684,15 @@ def shared_settings(config: TrainConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names_with(TrainConfig, per_worker=False)}
 
 
-def code_digests(config: TrainConfig, settings: Sequence[str] = ("model", "augment", "loss")) -> dict[str, str]:
-    """Return the SHA-256 of the files of the user's functions that decide what is trained, by setting."""
+def code_digests(
+    config: TrainConfig, settings: Sequence[str] = ("model", "augment", "loss")
+) -> dict[str, str]:
+    """Return the SHA-256 of the files of the user's functions that decide what is trained, by
+    setting.
+    """
     paths = {setting: find_source(setting, getattr(config, setting)) for setting in settings}
-    return {setting: hashlib.sha256(path.read_bytes()).hexdigest() for setting, path in paths.items() if path}
+    return {
+        setting: hashlib.sha256(path.read_bytes()).hexdigest()
+        for setting, path in paths.items()
+        if path
+    }

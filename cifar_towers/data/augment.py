@@ -1,6 +1,7 @@
 """Augmentation of whole batches. An example's result does not depend on the tower that computes it.
 
-Images are float32 levels 0..255 until `normalize`. The random numbers are arguments: no function here draws any.
+Images are float32 levels 0..255 until `normalize`. The random numbers are arguments: no function
+here draws any.
 """
 
 import functools
@@ -15,7 +16,9 @@ from cifar_towers.data.dataset import CIFAR10
 
 
 class Augmentation(NamedTuple):
-    """Settings of preprocessing, with the units of `TrainConfig`, and the moments of `DatasetInfo`."""
+    """Settings of preprocessing, with the units of `TrainConfig`, and the moments of
+    `DatasetInfo`.
+    """
 
     crop: int = 0
     shift: int = 0
@@ -26,7 +29,9 @@ class Augmentation(NamedTuple):
     standardize: str = "dataset"
     mean: tuple[float, ...] = CIFAR10.mean
     std: tuple[float, ...] = CIFAR10.std
-    own: Callable[..., tuple[tf.Tensor, tf.Tensor]] | None = None  # the user's, as `load_augmentation` returns it
+    own: Callable[..., tuple[tf.Tensor, tf.Tensor]] | None = (
+        None  # the user's, as `load_augmentation` returns it
+    )
 
     def augment(self, images: tf.Tensor, draws: RandomDraws, image_size: int = 0) -> tf.Tensor:
         """Augment and normalize training images: [B, S, S, 3] uint8 -> [B, T, T, 3] float32.
@@ -36,11 +41,20 @@ class Augmentation(NamedTuple):
         """
         images = tf.cast(images, tf.float32)  # before the padding: GPUs cannot pad integers
         window_size = self.crop or images.shape[1]
-        images = random_window(images, draws.window, draws.flip, window_size, self.shift, self.shift_fill)
+        images = random_window(
+            images, draws.window, draws.flip, window_size, self.shift, self.shift_fill
+        )
         if self.brightness or self.contrast:
             by_image = self.standardize == "image"
-            center = tf.reduce_mean(images, [1, 2], keepdims=True) if by_image else tf.constant(self.mean)
-            brightness, contrast = self.brightness * draws.brightness, 1 + self.contrast * draws.contrast
+            center = (
+                tf.reduce_mean(images, [1, 2], keepdims=True)
+                if by_image
+                else tf.constant(self.mean)
+            )
+            brightness, contrast = (
+                self.brightness * draws.brightness,
+                1 + self.contrast * draws.contrast,
+            )
             images = adjust_color(images, brightness, contrast, center)
         images = self.normalize(images)
         if self.cutout:
@@ -50,12 +64,16 @@ class Augmentation(NamedTuple):
     def augment_with_labels(
         self, images: tf.Tensor, labels: tf.Tensor, draws: RandomDraws, image_size: int = 0
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Augment images as `augment` does, then by the user's function; return them with labels [B] or [B, C]."""
+        """Augment images as `augment` does, then by the user's function; return them with labels
+        [B] or [B, C].
+        """
         images = self.augment(images, draws, image_size)
         return self.own(images, labels, draws.own) if self.own else (images, labels)
 
     def evaluate(self, images: tf.Tensor) -> tf.Tensor:
-        """Normalize test images, or their central crop if `crop` is set: [B, S, S, 3] uint8 -> [B, T, T, 3] float32."""
+        """Normalize test images, or their central crop if `crop` is set: [B, S, S, 3] uint8 -> [B,
+        T, T, 3] float32.
+        """
         images = tf.cast(images, tf.float32)
         if self.crop:
             start = (images.shape[1] - self.crop) // 2
@@ -63,19 +81,27 @@ class Augmentation(NamedTuple):
         return self.normalize(images)
 
     def normalize(self, images: tf.Tensor) -> tf.Tensor:
-        """Scale to zero mean and unit standard deviation, per channel of the data set or per image."""
+        """Scale to zero mean and unit standard deviation, per channel of the data set or per
+        image.
+        """
         if self.standardize == "dataset":
             return (images - tf.constant(self.mean)) / tf.constant(self.std)
         return tf.image.per_image_standardization(images)
 
 
 def random_window(
-    images: tf.Tensor, position: tf.Tensor, mirrored: tf.Tensor, size: int, pad: int = 0, fill: str = "reflect"
+    images: tf.Tensor,
+    position: tf.Tensor,
+    mirrored: tf.Tensor,
+    size: int,
+    pad: int = 0,
+    fill: str = "reflect",
 ) -> tf.Tensor:
     """Crop a window of each image, padded by `pad` pixels: [B, H, W, C] -> [B, size, size, C].
 
     Args:
-      position: [B, 2] in [0, 1), row and column of the window's corner as fractions of the possible ones.
+      position: [B, 2] in [0, 1), row and column of the window's corner as fractions of the possible
+        ones.
       mirrored: [B] bool, whether to mirror the window left to right.
       fill: value of the padding, `reflect` or `zeros`.
     """
@@ -83,7 +109,9 @@ def random_window(
         mode = {"reflect": "REFLECT", "zeros": "CONSTANT"}[fill]
         images = tf.pad(images, [[0, 0], [pad, pad], [pad, pad], [0, 0]], mode)
     num_positions = images.shape[1] - size + 1
-    corner = tf.cast(position * num_positions, tf.int64)  # TensorFlow keeps int32 in the host's memory
+    corner = tf.cast(
+        position * num_positions, tf.int64
+    )  # TensorFlow keeps int32 in the host's memory
     offsets = tf.range(size, dtype=tf.int64)
     rows = corner[:, :1] + offsets
     columns = corner[:, 1:] + tf.where(mirrored[:, None], offsets[::-1], offsets)
@@ -92,9 +120,15 @@ def random_window(
     return tf.gather(flat, pixels, batch_dims=1)
 
 
-def adjust_color(images: tf.Tensor, brightness: tf.Tensor, contrast: tf.Tensor, center: tf.Tensor) -> tf.Tensor:
-    """Add `brightness` ([B], in levels), then scale by `contrast` ([B]) about the color `center`."""
-    return (images + brightness[:, None, None, None] - center) * contrast[:, None, None, None] + center
+def adjust_color(
+    images: tf.Tensor, brightness: tf.Tensor, contrast: tf.Tensor, center: tf.Tensor
+) -> tf.Tensor:
+    """Add `brightness` ([B], in levels), then scale by `contrast` ([B]) about the color
+    `center`.
+    """
+    return (images + brightness[:, None, None, None] - center) * contrast[
+        :, None, None, None
+    ] + center
 
 
 def cutout(images: tf.Tensor, position: tf.Tensor, size: int) -> tf.Tensor:
@@ -106,7 +140,9 @@ def cutout(images: tf.Tensor, position: tf.Tensor, size: int) -> tf.Tensor:
     corner = tf.cast(position * [height - size + 1, width - size + 1], tf.int64)
     rows = tf.range(height, dtype=tf.int64) - corner[:, :1]
     columns = tf.range(width, dtype=tf.int64) - corner[:, 1:]
-    inside = ((rows >= 0) & (rows < size))[:, :, None] & ((columns >= 0) & (columns < size))[:, None, :]
+    inside = ((rows >= 0) & (rows < size))[:, :, None] & ((columns >= 0) & (columns < size))[
+        :, None, :
+    ]
     return tf.where(inside[..., None], tf.zeros_like(images), images)
 
 
@@ -121,7 +157,9 @@ def downsample(images: tf.Tensor, size: int) -> tf.Tensor:
 
 @functools.cache
 def _downsampling_matrix(size: int, new_size: int) -> np.ndarray:
-    """Return [new_size, size] weights; each row is a triangle about its pixel's center, with the sum 1."""
+    """Return [new_size, size] weights; each row is a triangle about its pixel's center, with the
+    sum 1.
+    """
     ratio = size / new_size  # half of the triangle's base
     centers = (np.arange(new_size) + 0.5) * ratio - 0.5
     weights = np.maximum(0, 1 - np.abs(np.arange(size) - centers[:, None]) / ratio)
@@ -129,15 +167,23 @@ def _downsampling_matrix(size: int, new_size: int) -> np.ndarray:
 
 
 def tta_views(images: tf.Tensor, level: int) -> list[tuple[float, tf.Tensor]]:
-    """Return (weight, images) of each view of a level of test-time augmentation; the weights sum to 1.
+    """Return (weight, images) of each view of a level of test-time augmentation; the weights sum to
+    1.
 
-    Level 0 is the images alone. Level 1 adds their mirror images. Level 2 also adds both at half the weight, shifted by
-    a pixel up and left, and down and right, with the border reflected.
+    Level 0 is the images alone. Level 1 adds their mirror images. Level 2 also adds both at half
+    the weight, shifted by a pixel up and left, and down and right, with the border reflected.
 
     Source: K. Jordan, arXiv 2404.00498.
     """
     if level == 0:
         return [(1.0, images)]
     padded = tf.pad(images, [[0, 0], [1, 1], [1, 1], [0, 0]], "REFLECT")
-    upright = {1: [(0.5, images)], 2: [(0.25, images), (0.125, padded[:, :-2, :-2]), (0.125, padded[:, 2:, 2:])]}
-    return [(weight, view) for weight, image in upright[level] for view in (image, tf.reverse(image, [2]))]
+    upright = {
+        1: [(0.5, images)],
+        2: [(0.25, images), (0.125, padded[:, :-2, :-2]), (0.125, padded[:, 2:, 2:])],
+    }
+    return [
+        (weight, view)
+        for weight, image in upright[level]
+        for view in (image, tf.reverse(image, [2]))
+    ]

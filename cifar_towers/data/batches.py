@@ -15,14 +15,18 @@ NUM_PREFETCHED = 2  # batches prepared ahead of the step, in other threads
 
 
 class RandomDraws(NamedTuple):
-    """The random numbers of B examples, one row each, that `Augmentation.augment` and a function of the user's use."""
+    """The random numbers of B examples, one row each, that `Augmentation.augment` and a function of
+    the user's use.
+    """
 
     flip: tf.Tensor  # [B] bool
     window: tf.Tensor  # [B, 2] in [0, 1): position of the crop or shift
     cutout: tf.Tensor  # [B, 2] in [0, 1): position of the square that is set to 0
     brightness: tf.Tensor  # [B] in [-1, 1)
     contrast: tf.Tensor  # [B] in [-1, 1)
-    example_index: tf.Tensor  # [B] int64: number of examples drawn before; seeds layers that draw random numbers
+    example_index: (
+        tf.Tensor
+    )  # [B] int64: number of examples drawn before; seeds layers that draw random numbers
     own: tf.Tensor  # [B, 8] in [0, 1) for an augmentation of the user's own; [B, 0] without one
 
 
@@ -37,15 +41,17 @@ class Batch(NamedTuple):
 class Batches:
     """The batches of a run over `split`, by step.
 
-    Every epoch is a new permutation of all examples, cut into `steps_per_epoch` full batches. The rest is left out.
+    Every epoch is a new permutation of all examples, cut into `steps_per_epoch` full batches. The
+    rest is left out.
 
     Args:
       batch_size: B, the number of examples drawn per step, for all towers together.
       rows: (first, count) of the rows that this worker makes of every batch; by default all.
-      flip: `none`; `random`, drawn for each image and epoch; `alternating`, drawn once for each image and inverted in
-        every odd epoch (K. Jordan, arXiv 2404.00498).
+      flip: `none`; `random`, drawn for each image and epoch; `alternating`, drawn once for each
+        image and inverted in every odd epoch (K. Jordan, arXiv 2404.00498).
       own_augmentation: whether the examples have draws for an augmentation of the user's own.
-      device: where a stream puts the next batch while a step runs; by default it stays in host memory.
+      device: where a stream puts the next batch while a step runs; by default it stays in host
+        memory.
 
     Raises:
       UsageError: there are fewer examples than `batch_size`.
@@ -71,29 +77,43 @@ class Batches:
             self._images, self._labels = tf.constant(split.images), tf.constant(split.labels)
 
     def stream(self, first_step: int, last_step: int) -> tf.data.Dataset:
-        """Return the batches of steps first_step .. last_step - 1, prepared while earlier steps run."""
+        """Return the batches of steps first_step .. last_step - 1, prepared while earlier steps
+        run.
+        """
         options = tf.data.Options()
         options.autotune.enabled = False  # its thread delays the end of a stream by seconds
         with tf.device(HOST):
             steps = tf.data.Dataset.range(first_step, last_step)
-            at = tf.autograph.experimental.do_not_convert(self.at)  # analyzing it for conversion takes long
+            at = tf.autograph.experimental.do_not_convert(
+                self.at
+            )  # analyzing it for conversion takes long
             batches = steps.map(at).prefetch(NUM_PREFETCHED).with_options(options)
-        return batches.apply(tf.data.experimental.prefetch_to_device(self._device)) if self._device else batches
+        return (
+            batches.apply(tf.data.experimental.prefetch_to_device(self._device))
+            if self._device
+            else batches
+        )
 
     def at(self, step: tf.Tensor | int) -> Batch:
         """Return the batch of one step, counted from 0, made of TensorFlow operations."""
         step = tf.cast(step, tf.int64)
         epoch, position = step // self.steps_per_epoch, step % self.steps_per_epoch
         order = tf.numpy_function(
-            lambda epoch: _permutation(self.seed, int(epoch), self._num_examples), [epoch], tf.int64, stateful=False
+            lambda epoch: _permutation(self.seed, int(epoch), self._num_examples),
+            [epoch],
+            tf.int64,
+            stateful=False,
         )
         start = position * self.batch_size + self._first_row
         chosen = tf.ensure_shape(order[start : start + self._num_rows], [self._num_rows])
-        # Drawn for the whole batch, so that an example's numbers do not depend on the worker. A further column would
-        # change every number, so a new augmentation draws its own numbers, by a pair of seeds that no other draw has.
-        # Taken are (seed, step) here, (-1 - seed, step) for the user's function, and (seed, -1) for `_flips`.
+        # Drawn for the whole batch, so that an example's numbers do not depend on the worker. A
+        # further column would change every number, so a new augmentation draws its own numbers, by
+        # a pair of seeds that no other draw has. Taken are (seed, step) here, (-1 - seed, step) for
+        # the user's function, and (seed, -1) for `_flips`.
         seed = tf.cast(self.seed, tf.int64)
-        uniform = self._rows(tf.random.stateless_uniform([self.batch_size, 7], tf.stack([seed, step])))
+        uniform = self._rows(
+            tf.random.stateless_uniform([self.batch_size, 7], tf.stack([seed, step]))
+        )
         draws = RandomDraws(
             flip=self._flips(chosen, epoch, uniform[:, 6]),
             window=uniform[:, 0:2],
@@ -101,9 +121,13 @@ class Batches:
             brightness=2 * uniform[:, 4] - 1,
             contrast=2 * uniform[:, 5] - 1,
             own=self._rows(
-                tf.random.stateless_uniform([self.batch_size, self._own_draws], tf.stack([-1 - seed, step]))
+                tf.random.stateless_uniform(
+                    [self.batch_size, self._own_draws], tf.stack([-1 - seed, step])
+                )
             ),
-            example_index=step * self.batch_size + self._first_row + tf.range(self._num_rows, dtype=tf.int64),
+            example_index=step * self.batch_size
+            + self._first_row
+            + tf.range(self._num_rows, dtype=tf.int64),
         )
         return Batch(tf.gather(self._images, chosen), tf.gather(self._labels, chosen), draws)
 
@@ -116,7 +140,12 @@ class Batches:
             return tf.zeros([self._num_rows], tf.bool)
         if self.flip == "random":
             return uniform < 0.5
-        first = tf.random.stateless_uniform([self._num_examples], tf.constant([self.seed, -1], tf.int64)) < 0.5
+        first = (
+            tf.random.stateless_uniform(
+                [self._num_examples], tf.constant([self.seed, -1], tf.int64)
+            )
+            < 0.5
+        )
         return tf.math.logical_xor(tf.gather(first, chosen), epoch % 2 == 1)
 
 

@@ -1,6 +1,7 @@
 """CIFAR-10 from TensorFlow Datasets (TFDS) or its own files: decoded, verified and cached.
 
-The decoded splits are kept in the user's cache directory, so that later starts need neither TFDS nor image decoding.
+The decoded splits are kept in the user's cache directory, so that later starts need neither TFDS
+nor image decoding.
 
 Source of the images: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
 """
@@ -32,7 +33,10 @@ DIGESTS = {  # `Split.digest` of the decoded splits
     "train": "c50e2d9aebe4fd88c438994f8eb0f97707faa404b3760eb30bd3ede49611335a",
     "test": "4b43d2e153a74d4688cbf861a0a06235f0f42c0171aceaf852242dd01a54fc6d",
 }
-FOLDER, ARCHIVE = "cifar-10-batches-py", "cifar-10-python.tar.gz"  # the published files, in a folder or packed
+FOLDER, ARCHIVE = (
+    "cifar-10-batches-py",
+    "cifar-10-python.tar.gz",
+)  # the published files, in a folder or packed
 BATCHES = {  # split -> published file -> its MD5
     "train": {
         "data_batch_1": "c99cafc152244af753f735de768cd75f",
@@ -46,7 +50,9 @@ BATCHES = {  # split -> published file -> its MD5
 
 
 def is_available(data_dir: str = "") -> bool:
-    """Return whether CIFAR-10 is on this machine or its host answers. This takes at most seconds."""
+    """Return whether CIFAR-10 is on this machine or its host answers. This takes at most
+    seconds.
+    """
     if is_prepared(tfds_directory(data_dir)) or _find_copies(data_dir):
         return True
     if all(_cached_file(name).is_file() for name in DIGESTS):
@@ -59,12 +65,15 @@ def is_available(data_dir: str = "") -> bool:
 
 
 def load(data_dir: str = "", names: Iterable[str] = tuple(DIGESTS)) -> dict[str, Split]:
-    """Return `train`, `test` or both, verified, from the cache or else from TFDS or CIFAR-10's own files.
+    """Return `train`, `test` or both, verified, from the cache or else from TFDS or CIFAR-10's own
+    files.
 
     Raises:
       DataError: the copy is damaged, or there is none and the download fails.
     """
-    return {name: _load_cached(name) or _decode(name, data_dir) for name in names if name in DIGESTS}
+    return {
+        name: _load_cached(name) or _decode(name, data_dir) for name in names if name in DIGESTS
+    }
 
 
 def is_prepared(directory: Path) -> bool:
@@ -73,7 +82,9 @@ def is_prepared(directory: Path) -> bool:
 
 
 def _decode(name: str, data_dir: str) -> Split:
-    """Decode a split of the copy that TFDS prepared, of CIFAR-10's own files or else of a download; then cache it."""
+    """Decode a split of the copy that TFDS prepared, of CIFAR-10's own files or else of a download;
+    then cache it.
+    """
     directory = tfds_directory(data_dir)
     for copy in [] if is_prepared(directory) else _find_copies(data_dir):
         try:
@@ -84,22 +95,30 @@ def _decode(name: str, data_dir: str) -> Split:
         stored = tfds_source.load(BUILDER.replace("/", ":"), directory, 32, [name])[name]
         return _save_to_cache(name, _verified(name, stored.images, stored.labels))
     except Exception as error:
-        hint = f"delete {directory / BUILDER}" if is_prepared(directory) else f"put {ARCHIVE} into {directory}"
+        hint = (
+            f"delete {directory / BUILDER}"
+            if is_prepared(directory)
+            else f"put {ARCHIVE} into {directory}"
+        )
         raise DataError(f"CIFAR-10's {name} split: {error_text(error, 400)}; {hint}") from error
 
 
 def _verified(name: str, images: np.ndarray, labels: np.ndarray) -> Split:
     split = Split(images, labels.astype(np.int64))
     if split.digest != DIGESTS[name]:
-        raise DataError(f"{name} is damaged: its digest is {split.digest}, and must be {DIGESTS[name]}")
+        raise DataError(
+            f"{name} is damaged: its digest is {split.digest}, and must be {DIGESTS[name]}"
+        )
     return split
 
 
-# The cache ------------------------------------------------------------------------------------------------------------
+# The cache ----------------------------------------------------------------------------------------
 
 
 def _cached_file(name: str) -> Path:
-    """Return the path of a split's copy in `$XDG_CACHE_HOME/cifar_towers` or `~/.cache/cifar_towers`."""
+    """Return the path of a split's copy in `$XDG_CACHE_HOME/cifar_towers` or
+    `~/.cache/cifar_towers`.
+    """
     directory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cifar_towers"
     return directory / f"cifar10-{name}-{DIGESTS[name][:16]}.npy"
 
@@ -132,25 +151,40 @@ def _save_to_cache(name: str, split: Split) -> Split:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_whole(path, write)
     except OSError as error:
-        log.info("CIFAR-10 %s cannot be cached (%s); the next start decodes it again", name, error_text(error))
+        log.info(
+            "CIFAR-10 %s cannot be cached (%s); the next start decodes it again",
+            name,
+            error_text(error),
+        )
     return split
 
 
-# CIFAR-10's own files -------------------------------------------------------------------------------------------------
+# CIFAR-10's own files -----------------------------------------------------------------------------
 
 
 def _find_copies(data_dir: str) -> list[Path]:
-    """Return the copies in TFDS's directory, Keras's cache and `./data`; only those in `data_dir` if that is given."""
-    keras = Path(os.environ.get("KERAS_HOME") or "~/.keras").expanduser() / "datasets/cifar-10-batches-py-target"
+    """Return the copies in TFDS's directory, Keras's cache and `./data`; only those in `data_dir`
+    if that is given.
+    """
+    keras = (
+        Path(os.environ.get("KERAS_HOME") or "~/.keras").expanduser()
+        / "datasets/cifar-10-batches-py-target"
+    )
     places = [tfds_directory(data_dir), *([] if data_dir else [keras, Path("data")])]
-    return [place / name for place in places for name in (FOLDER, ARCHIVE) if (place / name).exists()]
+    return [
+        place / name for place in places for name in (FOLDER, ARCHIVE) if (place / name).exists()
+    ]
 
 
 def _read_copy(copy: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return images and labels of `train` or `test` in a folder or archive, in the order in which TFDS stores them."""
+    """Return images and labels of `train` or `test` in a folder or archive, in the order in which
+    TFDS stores them.
+    """
     contents: dict[str, bytes] = {}
     if copy.is_dir():
-        contents = {path.name: path.read_bytes() for path in copy.iterdir() if path.name in BATCHES[name]}
+        contents = {
+            path.name: path.read_bytes() for path in copy.iterdir() if path.name in BATCHES[name]
+        }
     else:
         with tarfile.open(copy) as archive:
             for member in archive:
@@ -161,7 +195,9 @@ def _read_copy(copy: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
     for batch, md5 in BATCHES[name].items():
         if hashlib.md5(contents.get(batch, b"")).hexdigest() != md5:
             raise ValueError(f"{batch} is missing or not the published file")
-        values = pickle.loads(contents[batch], encoding="bytes")  # a pickle that is known executes nothing
+        values = pickle.loads(
+            contents[batch], encoding="bytes"
+        )  # a pickle that is known executes nothing
         batches.append((np.array(values[b"labels"]), values[b"data"]))
     labels, pixels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
     order = stored_order(name, len(labels))
@@ -169,5 +205,7 @@ def _read_copy(copy: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def stored_order(name: str, count: int) -> list[int]:
-    """Return the order in which TFDS stores a split: by the MD5 of the split's name and the example's number."""
+    """Return the order in which TFDS stores a split: by the MD5 of the split's name and the
+    example's number.
+    """
     return sorted(range(count), key=lambda number: hashlib.md5(f"{name}{number}".encode()).digest())

@@ -19,13 +19,19 @@ class DatasetInfo(NamedTuple):
 
     class_names: tuple[str, ...] = CLASSES
     image_size: int = 32  # pixels
-    mean: tuple[float, ...] = (125.307, 122.961, 113.8575)  # per channel of the training images, levels 0..255
+    mean: tuple[float, ...] = (
+        125.307,
+        122.961,
+        113.8575,
+    )  # per channel of the training images, levels 0..255
     std: tuple[float, ...] = (62.985, 62.0925, 66.708)
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "DatasetInfo":
         """Read `_asdict()` back from JSON, which turns tuples into lists."""
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()
+        }
         return cls(**values)
 
 
@@ -34,7 +40,9 @@ CIFAR10 = DatasetInfo()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
-    """Images [n, S, S, 3] uint8 and labels [n] int64 of n examples. The arrays are never written to."""
+    """Images [n, S, S, 3] uint8 and labels [n] int64 of n examples. The arrays are never written
+    to.
+    """
 
     images: np.ndarray
     labels: np.ndarray
@@ -57,7 +65,9 @@ class Split:
 
 
 class Dataset(NamedTuple):
-    """The splits of one data set; `validation` is empty unless there is one or examples were held out of train."""
+    """The splits of one data set; `validation` is empty unless there is one or examples were held
+    out of train.
+    """
 
     name: str
     train: Split
@@ -75,13 +85,17 @@ class Dataset(NamedTuple):
         return {name: split.digest for name, split in splits.items() if len(split.labels)}
 
     def changed_splits(self, metadata: Mapping[str, Any]) -> list[str]:
-        """Return the splits that differ from those whose digests a checkpoint's metadata has, or are new or missing."""
+        """Return the splits that differ from those whose digests a checkpoint's metadata has, or
+        are new or missing.
+        """
         digests = self.digests()
         return [name for name in SPLITS if digests.get(name) != metadata.get(f"{name}_sha256")]
 
 
 def moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation per channel of [n, H, W, 3] uint8 images; a deviation of 0 becomes 1."""
+    """Return mean and standard deviation per channel of [n, H, W, 3] uint8 images; a deviation of 0
+    becomes 1.
+    """
     levels, counts = np.arange(256), np.zeros([3, 256])
     for part in chunks(images, PIXELS_PER_CHUNK):
         counts += np.reshape(Image.fromarray(part.reshape(1, -1, 3)).histogram(), [3, 256])
@@ -93,6 +107,8 @@ def moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def chunks(images: np.ndarray, pixels: int) -> Iterator[np.ndarray]:
-    """Return consecutive parts of [n, H, W, C] images, of at most `pixels` pixels and at least one image each."""
+    """Return consecutive parts of [n, H, W, C] images, of at most `pixels` pixels and at least one
+    image each.
+    """
     size = max(1, pixels // (images.shape[1] * images.shape[2]))
     return (images[start : start + size] for start in range(0, len(images), size))

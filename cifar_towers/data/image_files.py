@@ -1,4 +1,6 @@
-"""Image files and arrays as uint8 pictures of one size. Training and `predict` read pictures by the same functions."""
+"""Image files and arrays as uint8 pictures of one size. Training and `predict` read pictures by the
+same functions.
+"""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,14 @@ from cifar_towers.errors import DataError, error_text
 from cifar_towers.hardware import available_cores
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")
-SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp")  # of the pictures in a folder, in any case
+SUFFIXES = (
+    ".jpg",
+    ".jpeg",
+    ".png",
+    ".gif",
+    ".bmp",
+    ".webp",
+)  # of the pictures in a folder, in any case
 MAX_PIXELS = 25_000_000
 
 
@@ -46,14 +55,17 @@ def read(path: Path, image_size: int) -> np.ndarray:
 
 
 def resize_all(images: np.ndarray, image_size: int) -> np.ndarray:
-    """Resize each image as `to_levels` does: [n, H, W, 3] uint8 -> [n, image_size, image_size, 3]."""
+    """Resize each image as `to_levels` does: [n, H, W, 3] uint8 -> [n, image_size, image_size,
+    3].
+    """
     if images.shape[1:3] == (image_size, image_size):
         return images
     return np.stack([to_levels(Image.fromarray(image), image_size) for image in images])
 
 
 def to_levels(image: Image.Image, image_size: int) -> np.ndarray:
-    """Return the central square of an image, resized by antialiased bilinear resampling: [S, S, 3] uint8.
+    """Return the central square of an image, resized by antialiased bilinear resampling: [S, S, 3]
+    uint8.
 
     The image is turned upright by its EXIF orientation, and put on white where it is transparent.
 
@@ -64,9 +76,13 @@ def to_levels(image: Image.Image, image_size: int) -> np.ndarray:
         raise ValueError("it has more than 8 bits a pixel; save it with 8 bits")
     is_transparent = image.has_transparency_data
     image = ImageOps.exif_transpose(image)
-    square = min(image.size)  # `ImageOps.fit` would cut at half pixels, and let pixels outside the square in
+    square = min(
+        image.size
+    )  # `ImageOps.fit` would cut at half pixels, and let pixels outside the square in
     left, top = (image.width - square) // 2, (image.height - square) // 2
-    image = image.crop((left, top, left + square, top + square)).convert("RGBA" if is_transparent else "RGB")
+    image = image.crop((left, top, left + square, top + square)).convert(
+        "RGBA" if is_transparent else "RGB"
+    )
     if square != image_size:
         image = image.resize((image_size, image_size), Image.Resampling.BILINEAR)
     if is_transparent:

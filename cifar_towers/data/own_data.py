@@ -1,4 +1,6 @@
-"""Data sets of the user's own: a folder of pictures by class, a table (CSV) of pictures, or a file of arrays (.npz)."""
+"""Data sets of the user's own: a folder of pictures by class, a table (CSV) of pictures, or a file
+of arrays (.npz).
+"""
 
 import csv
 import hashlib
@@ -17,33 +19,50 @@ from cifar_towers.registry import CSV, FOLDER, NPZ
 
 log = logging.getLogger(__name__)
 
-Examples: TypeAlias = tuple[Sequence[Any], np.ndarray]  # n files or arrays of images, and their classes [n] int64
-Scanned: TypeAlias = tuple[tuple[str, ...], dict[str, Examples]]  # names of the classes, and the splits
+Examples: TypeAlias = tuple[
+    Sequence[Any], np.ndarray
+]  # n files or arrays of images, and their classes [n] int64
+Scanned: TypeAlias = tuple[
+    tuple[str, ...], dict[str, Examples]
+]  # names of the classes, and the splits
 
 TEST_FRACTION = 0.2  # of each class, if there is no test split
-LAYOUT = "pictures must be <class>/*, or train/<class>/*, test/<class>/* and, if there are any, validation/<class>/*"
-COLUMNS = "the columns of the first line must be file,label or file,label,split, with commas, in UTF-8"
-ROWS = "each row must have a value for each column, another file, and the split train, validation or test"
-ARRAYS = "the arrays must be x_train, y_train, x_test and y_test, and may be x_validation, y_validation and class_names"
+LAYOUT = (
+    "pictures must be <class>/*, or train/<class>/*, test/<class>/* and, if there are any, "
+    "validation/<class>/*"
+)
+COLUMNS = (
+    "the columns of the first line must be file,label or file,label,split, with commas, in UTF-8"
+)
+ROWS = (
+    "each row must have a value for each column, another file, and the split train, validation or "
+    "test"
+)
+ARRAYS = (
+    "the arrays must be x_train, y_train, x_test and y_test, and may be x_validation, y_validation "
+    "and class_names"
+)
 IMAGES = "images must be uint8, (n, size, size, 3) or (n, size, size), with levels from 0 to 255"
 LABELS = "labels must be whole numbers, (n,), from 0 to the number of classes - 1"
 
 
 def locate(prefix: str, root: Path) -> Callable[[int, Sequence[str]], dict[str, Split]]:
-    """List the examples of a data set, in the order of their hashes, and read arrays, but no pictures.
+    """List the examples of a data set, in the order of their hashes, and read arrays, but no
+    pictures.
 
-    In this order the first examples are a random sample of the split. If there is no test split, a fifth of each class
-    becomes the test split.
+    In this order the first examples are a random sample of the split. If there is no test split, a
+    fifth of each class becomes the test split.
 
     Args:
       prefix: kind of the data set, a key of `SCANS`.
 
     Returns:
-      A function (image size, names of splits) -> those of the splits that exist. Mean and deviation are those of the
-      first, train if it is read.
+      A function (image size, names of splits) -> those of the splits that exist. Mean and deviation
+      are those of the first, train if it is read.
 
     Raises:
-      DataError: the data cannot be read or have another layout, a split is empty, or a class has no training images.
+      DataError: the data cannot be read or have another layout, a split is empty, or a class has no
+        training images.
     """
     try:
         class_names, scanned = SCANS[prefix](root)
@@ -52,10 +71,17 @@ def locate(prefix: str, root: Path) -> Callable[[int, Sequence[str]], dict[str, 
             raise ValueError(f"{empty[0]} has no images")
         if "train" in splits:
             if "test" not in splits:
-                log.info("%s", printable(f"{prefix}{root}: there is no test split, so a fifth of each class is one"))
+                log.info(
+                    "%s",
+                    printable(
+                        f"{prefix}{root}: there is no test split, so a fifth of each class is one"
+                    ),
+                )
                 splits["train"], splits["test"] = _hold_out(*splits["train"])
             counts = np.bincount(splits["train"][1], minlength=len(class_names))
-            if missing := [name for name, count in zip(class_names, counts, strict=True) if not count]:
+            if missing := [
+                name for name, count in zip(class_names, counts, strict=True) if not count
+            ]:
                 raise ValueError(f"there are no images of {listed(missing)} to train on")
     except (OSError, ValueError) as error:
         raise DataError(f"dataset={prefix}{root}: {error}") from error
@@ -80,7 +106,9 @@ def _sort(items: Sequence[Any], labels: np.ndarray, root: Path) -> Examples:
 def _hash(item: Path | np.ndarray, root: Path) -> bytes:
     if isinstance(item, np.ndarray):
         return hashlib.sha256(item.tobytes()).digest()
-    folder = "" if item.parent == root.parent else item.parent.name  # the folder of a table may be renamed
+    folder = (
+        "" if item.parent == root.parent else item.parent.name
+    )  # the folder of a table may be renamed
     return hashlib.sha256(os.fsencode(f"{folder}/{item.name}")).digest()
 
 
@@ -89,12 +117,16 @@ def _take(items: Sequence[Any], labels: np.ndarray, places: Sequence[int] | np.n
 
 
 def _hold_out(items: Sequence[Any], labels: np.ndarray) -> tuple[Examples, Examples]:
-    """Return (train, test): test has the first examples of each class, a fifth of them but at least one."""
+    """Return (train, test): test has the first examples of each class, a fifth of them but at least
+    one.
+    """
     held_out = np.zeros(len(labels), bool)
     for number in {*labels.tolist()}:
         places = np.flatnonzero(labels == number)
         held_out[places[: max(1, round(TEST_FRACTION * len(places)))]] = True
-    return _take(items, labels, np.flatnonzero(~held_out)), _take(items, labels, np.flatnonzero(held_out))
+    return _take(items, labels, np.flatnonzero(~held_out)), _take(
+        items, labels, np.flatnonzero(held_out)
+    )
 
 
 def _read(items: Sequence[Any], image_size: int) -> np.ndarray:
@@ -106,14 +138,18 @@ def _read(items: Sequence[Any], image_size: int) -> np.ndarray:
     return image_files.resize_all(colored, image_size)
 
 
-# The three layouts ----------------------------------------------------------------------------------------------------
+# The three layouts --------------------------------------------------------------------------------
 
 
 def _scan_folder(root: Path) -> Scanned:
-    """List the pictures `<root>/<class>/*`, or `<root>/<split>/<class>/*` if a folder has the name of a split."""
+    """List the pictures `<root>/<class>/*`, or `<root>/<split>/<class>/*` if a folder has the name
+    of a split.
+    """
     folders, others = _list_entries(root)
     split_folders = {folder.name: folder for folder in folders if folder.name in SPLITS}
-    if split_folders and (beside := [folder.name for folder in folders if folder.name not in SPLITS]):
+    if split_folders and (
+        beside := [folder.name for folder in folders if folder.name not in SPLITS]
+    ):
         raise ValueError(f"{listed(beside)} is beside the folder of a split; {LAYOUT}")
     files: dict[str, dict[Path, str]] = {}
     classes: dict[str, list[str]] = {}
@@ -130,7 +166,8 @@ def _scan_folder(root: Path) -> Scanned:
             left_out |= {*entries}.difference(pictures)
             files[split] |= dict.fromkeys(pictures, folder.name)
     if left_out:
-        line = f"folder:{root}: {len(left_out)} left out: hidden, of another type, or in no folder of a class"
+        why = "hidden, of another type, or in no folder of a class"
+        line = f"folder:{root}: {len(left_out)} left out: {why}"
         log.info("%s", printable(line))
     return _number_classes(files, classes)
 
@@ -145,7 +182,9 @@ def _list_entries(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _scan_table(table: Path) -> Scanned:
-    """List the pictures of a table with the columns `file`, `label` and perhaps `split`; files are relative to it."""
+    """List the pictures of a table with the columns `file`, `label` and perhaps `split`; files are
+    relative to it.
+    """
     files: dict[str, dict[Path, str]] = {}
     with table.open(encoding="utf-8-sig", newline="") as lines:
         rows = csv.DictReader(lines)
@@ -162,17 +201,24 @@ def _scan_table(table: Path) -> Scanned:
     return _number_classes(files, {split: {*labels.values()} for split, labels in files.items()})
 
 
-def _number_classes(files: Mapping[str, Mapping[Path, str]], classes: Mapping[str, Collection[str]]) -> Scanned:
-    """Return the sorted names of the classes, those of train if there is one, and the files with their numbers.
+def _number_classes(
+    files: Mapping[str, Mapping[Path, str]], classes: Mapping[str, Collection[str]]
+) -> Scanned:
+    """Return the sorted names of the classes, those of train if there is one, and the files with
+    their numbers.
 
     Args:
       files: split -> file -> name of its class.
       classes: split -> names of its classes, also of those without files.
     """
-    class_names = tuple(sorted(classes.get("train") or {name for names in classes.values() for name in names}))
+    class_names = tuple(
+        sorted(classes.get("train") or {name for names in classes.values() for name in names})
+    )
     for split, names in classes.items():
         if unknown := sorted({*names}.difference(class_names)):
-            raise ValueError(f"{split} has the classes {listed(unknown)}, and train only {listed(class_names)}")
+            raise ValueError(
+                f"{split} has the classes {listed(unknown)}, and train only {listed(class_names)}"
+            )
     numbers = {name: number for number, name in enumerate(class_names)}
     return class_names, {
         split: ([*labels], np.array([numbers[name] for name in labels.values()], np.int64))
@@ -181,7 +227,9 @@ def _number_classes(files: Mapping[str, Mapping[Path, str]], classes: Mapping[st
 
 
 def _scan_arrays(path: Path) -> Scanned:
-    """Read the arrays of a file. Without `class_names`, the names of the classes are their numbers."""
+    """Read the arrays of a file. Without `class_names`, the names of the classes are their
+    numbers.
+    """
     with np.load(path, allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
     names = arrays.pop("class_names", None)
@@ -191,14 +239,22 @@ def _scan_arrays(path: Path) -> Scanned:
     splits: dict[str, Examples] = {}
     for split in present:
         images, labels = arrays[f"x_{split}"], arrays[f"y_{split}"]
-        is_square = images.ndim in (3, 4) and images.shape[1] == images.shape[2] and images.shape[3:] in ((), (3,))
+        is_square = (
+            images.ndim in (3, 4)
+            and images.shape[1] == images.shape[2]
+            and images.shape[3:] in ((), (3,))
+        )
         if images.dtype != np.uint8 or not is_square or images.max() < 2:
-            raise ValueError(f"x_{split} is {images.dtype} {images.shape}, up to {images.max()}; {IMAGES}")
+            raise ValueError(
+                f"x_{split} is {images.dtype} {images.shape}, up to {images.max()}; {IMAGES}"
+            )
         if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
             raise ValueError(f"y_{split} is {labels.dtype} {labels.shape}; {LABELS}")
         names = np.arange(int(labels.max()) + 1) if names is None else names
         if labels.min() < 0 or labels.max() >= len(names):
-            raise ValueError(f"y_{split} is {labels.min()} to {labels.max()}, of {len(names)} classes; {LABELS}")
+            raise ValueError(
+                f"y_{split} is {labels.min()} to {labels.max()}, of {len(names)} classes; {LABELS}"
+            )
         splits[split] = [*images], labels.astype(np.int64)
     if len({*names.tolist()}) < len(names):
         raise ValueError("class_names has a name twice")

@@ -1,4 +1,6 @@
-"""Data sets by name: CIFAR-10, the synthetic set, images in files of your own, or any of TensorFlow Datasets (TFDS)."""
+"""Data sets by name: CIFAR-10, the synthetic set, images in files of your own, or any of TensorFlow
+Datasets (TFDS).
+"""
 
 import functools
 import logging
@@ -22,7 +24,9 @@ class Source(NamedTuple):
     """A data set that has been located, before anything slow starts."""
 
     name: str  # as in `--dataset`, but never "auto"
-    read: Callable[[int, Sequence[str]], Mapping[str, Split]]  # (image size, split names) -> splits in any size
+    read: Callable[
+        [int, Sequence[str]], Mapping[str, Split]
+    ]  # (image size, split names) -> splits in any size
     banner: str = ""  # warning that synthetic data replace CIFAR-10; otherwise empty
     corruptions: tuple[str, ...] = ()  # names of the splits of corrupted test images, as fog_3
 
@@ -31,8 +35,9 @@ def find(dataset: str, data_dir: str = "") -> Source:
     """Locate a data set, within seconds and without TensorFlow.
 
     Args:
-      dataset: `cifar10`, `synthetic`, `auto`, a path with a prefix in `registry.PREFIXES`, or the name of a TFDS data
-        set. `auto` is `cifar10` if that is on this machine or can be downloaded, otherwise `synthetic`.
+      dataset: `cifar10`, `synthetic`, `auto`, a path with a prefix in `registry.PREFIXES`, or the
+        name of a TFDS data set. `auto` is `cifar10` if that is on this machine or can be
+        downloaded, otherwise `synthetic`.
 
     Raises:
       DataError: there is no such data set, or what is at the path cannot be read.
@@ -46,11 +51,16 @@ def find(dataset: str, data_dir: str = "") -> Source:
     banner = ""
     if dataset == "auto" and not cifar10.is_available(data_dir):
         banner = (
-            "SYNTHETIC DATA, NOT CIFAR-10: accuracies of this run say nothing about CIFAR-10. Reason: no CIFAR-10 in "
-            f"{tfds_source.tfds_directory(data_dir)}, and {cifar10.SOURCE_HOST} does not answer"
+            "SYNTHETIC DATA, NOT CIFAR-10: accuracies of this run say nothing about CIFAR-10. "
+            f"Reason: no CIFAR-10 in {tfds_source.tfds_directory(data_dir)}, and "
+            f"{cifar10.SOURCE_HOST} does not answer"
         )
     if dataset == "synthetic" or banner:
-        return Source("synthetic", lambda image_size, names: dict(zip(TRAINED, synthetic.load(), strict=True)), banner)
+        return Source(
+            "synthetic",
+            lambda image_size, names: dict(zip(TRAINED, synthetic.load(), strict=True)),
+            banner,
+        )
     if dataset in ("auto", "cifar10"):
         return Source("cifar10", lambda image_size, names: cifar10.load(data_dir, names))
     directory = tfds_source.tfds_directory(data_dir)
@@ -58,14 +68,17 @@ def find(dataset: str, data_dir: str = "") -> Source:
     return Source(dataset, read, corruptions=tfds_source.locate(dataset, directory))
 
 
-def load(source: Source, validation_examples: int = 0, image_size: int = CIFAR10.image_size) -> Dataset:
+def load(
+    source: Source, validation_examples: int = 0, image_size: int = CIFAR10.image_size
+) -> Dataset:
     """Return the data set of a source in images of this size.
 
     The validation split is that of own data, unless `validation_examples` are held out of train.
 
     Raises:
       DataError: the data cannot be read or are damaged.
-      UsageError: too many examples are held out, the source lacks train or test, or it has one class.
+      UsageError: too many examples are held out, the source lacks train or test, or it has one
+        class.
     """
     splits = _load_splits(source, image_size, TRAINED)
     train, validation = splits["train"], splits.get("validation")
@@ -76,7 +89,8 @@ def load(source: Source, validation_examples: int = 0, image_size: int = CIFAR10
         train, validation = split_validation(train, validation_examples)
         if (train.class_counts() < np.minimum(counts, 1)).any():
             raise UsageError(
-                f"validation_examples={validation_examples} leaves a class without images to train on; give fewer"
+                f"validation_examples={validation_examples} leaves a class without images to "
+                "train on; give fewer"
             )
     return Dataset(source.name, train, validation, splits["test"])
 
@@ -89,9 +103,14 @@ def split_validation(train: Split, count: int) -> tuple[Split, Split]:
 
 
 def load_split(
-    source: Source, name: str = "test", image_size: int = CIFAR10.image_size, validation_examples: int = 0
+    source: Source,
+    name: str = "test",
+    image_size: int = CIFAR10.image_size,
+    validation_examples: int = 0,
 ) -> Split:
-    """Return one split of a source, as `load` does. For `test` and `Source.corruptions`, nothing else is read."""
+    """Return one split of a source, as `load` does. For `test` and `Source.corruptions`, nothing
+    else is read.
+    """
     if name in ("train", "validation"):
         return getattr(load(source, validation_examples, image_size), name)
     return _load_splits(source, image_size, (name,), (name,))[name]
@@ -104,9 +123,18 @@ def _load_splits(
     splits = dict(source.read(image_size, wanted))
     if missing := [name for name in needed if name not in splits]:
         raise UsageError(f"dataset={source.name} has no {' or '.join(missing)} examples")
-    if "train" in splits and source.name != "cifar10" and (copies := count_copies(splits["test"], splits["train"])):
+    if (
+        "train" in splits
+        and source.name != "cifar10"
+        and (copies := count_copies(splits["test"], splits["train"]))
+    ):
         count = len(splits["test"].labels)
-        log.info("%s", printable(f"{source.name}: {copies} of {count} test images are copies of training images"))
+        log.info(
+            "%s",
+            printable(
+                f"{source.name}: {copies} of {count} test images are copies of training images"
+            ),
+        )
     for name, split in splits.items():
         classes = zip(split.info.class_names, split.class_counts(), strict=True)
         by_class = listed([f"{class_name} {count}" for class_name, count in classes], 10)

@@ -1,4 +1,5 @@
-"""A synthetic data set in CIFAR-10's format that needs no download: five shapes in two textures make ten classes.
+"""A synthetic data set in CIFAR-10's format that needs no download: five shapes in two textures
+make ten classes.
 
 Position, size, rotation, colors and noise are random.
 """
@@ -21,10 +22,18 @@ def load() -> tuple[Split, Split]:
 
 
 def make(count: int, seed: int, stream: int) -> Split:
-    """Return `count` examples, balanced over the classes, in random order. Other streams give other examples."""
+    """Return `count` examples, balanced over the classes, in random order. Other streams give other
+    examples.
+    """
     random = np.random.Generator(np.random.Philox(key=[seed, stream]))
     labels = random.permutation(np.arange(count) % len(CLASSES)).astype(np.int64)
-    ranges = ((12, 20), (12, 20), (7, 11), (-0.5, 0.5), (7, 10))  # center, radius, angle and frequency of a figure
+    ranges = (
+        (12, 20),
+        (12, 20),
+        (7, 11),
+        (-0.5, 0.5),
+        (7, 10),
+    )  # center, radius, angle and frequency of a figure
     figures = [random.uniform(low, high, (count, 1, 1)).astype("f4") for low, high in ranges]
     background = random.uniform(60, 195, (count, 3)).astype("f4")
     direction = np.where(background > 127, -1, 1)
@@ -41,11 +50,16 @@ def make(count: int, seed: int, stream: int) -> Split:
 
 
 def _paint(labels: np.ndarray, figure: Sequence[np.ndarray], colors: np.ndarray) -> np.ndarray:
-    """Return figures on their backgrounds, [n, 32, 32, 3]. A figure is drawn from the values that `make` draws."""
+    """Return figures on their backgrounds, [n, 32, 32, 3]. A figure is drawn from the values that
+    `make` draws.
+    """
     y0, x0, radius, angle, frequency = figure
     y, x = np.mgrid[:IMAGE_SIZE, :IMAGE_SIZE].astype("f4")
     y, x = (y - y0) / radius, (x - x0) / radius
-    u, v = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)  # in the figure's own frame
+    u, v = (
+        x * np.cos(angle) + y * np.sin(angle),
+        y * np.cos(angle) - x * np.sin(angle),
+    )  # in the figure's own frame
     texture, shape = np.divmod(labels[:, None, None], len(SHAPES))
     stripes = np.sin(frequency * u) > 0
     marks = stripes ^ ((np.sin(frequency * v) > 0) & (texture == 1))

@@ -1,4 +1,6 @@
-"""The result of a pass over a split: accuracy, loss, calibration, confusion, and the most confident mistakes."""
+"""The result of a pass over a split: accuracy, loss, calibration, confusion, and the most confident
+mistakes.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,11 +10,14 @@ import numpy as np
 from cifar_towers.errors import count
 
 MAX_MISTAKES = 32
-NUM_BINS = 15  # equal bins of the confidence, the highest probability of an image (arXiv 1706.04599)
+NUM_BINS = (
+    15  # equal bins of the confidence, the highest probability of an image (arXiv 1706.04599)
+)
 
 
 class Score:
-    """The scores of logits [n, C] against labels [n]: of one split, with one set of weights, at one level of TTA.
+    """The scores of logits [n, C] against labels [n]: of one split, with one set of weights, at one
+    level of TTA.
 
     Args:
       logits: with test-time augmentation (TTA), the means over the views.
@@ -25,22 +30,43 @@ class Score:
         self.count, self.correct = len(labels), int((predicted == labels).sum())
         self.accuracy = self.correct / self.count
         counts = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
-        self.confusion = counts.reshape(num_classes, num_classes)  # examples of class (row) predicted as class (column)
+        self.confusion = counts.reshape(
+            num_classes, num_classes
+        )  # examples of class (row) predicted as class (column)
         confidence = probabilities.max(1)
         margin = logits.max(1).astype(np.float64) - logits[np.arange(len(labels)), labels]
-        losses = margin - np.log(confidence)  # finite even where the label's probability is 0 in float64
-        self.loss = float(losses.mean())  # cross entropy without label smoothing: the negative log likelihood (NLL)
+        losses = margin - np.log(
+            confidence
+        )  # finite even where the label's probability is 0 in float64
+        self.loss = float(
+            losses.mean()
+        )  # cross entropy without label smoothing: the negative log likelihood (NLL)
         wrong = np.flatnonzero(predicted != labels)
-        self.mistakes = wrong[np.argsort(-confidence[wrong], kind="stable")][:MAX_MISTAKES]  # the most confident first
-        bins = np.digitize(confidence, np.arange(1, NUM_BINS) / NUM_BINS, right=True)  # each has its upper edge
-        sums = [np.bincount(bins, weights, NUM_BINS) for weights in (None, predicted == labels, confidence)]
-        self.reliability = np.stack(sums)  # [3, 15] images, correct predictions and sum of the confidences in each bin
-        # The expected calibration error is the mean over the images of |accuracy - mean confidence| of their bins.
+        self.mistakes = wrong[np.argsort(-confidence[wrong], kind="stable")][
+            :MAX_MISTAKES
+        ]  # the most confident first
+        bins = np.digitize(
+            confidence, np.arange(1, NUM_BINS) / NUM_BINS, right=True
+        )  # each has its upper edge
+        sums = [
+            np.bincount(bins, weights, NUM_BINS)
+            for weights in (None, predicted == labels, confidence)
+        ]
+        self.reliability = np.stack(
+            sums
+        )  # [3, 15] images, correct predictions and sum of the confidences in each bin
+        # The expected calibration error is the mean over the images of |accuracy - mean confidence|
+        # of their bins.
         self.ece = float(np.abs(sums[1] - sums[2]).sum()) / self.count
 
     def record(self) -> dict[str, Any]:
         """Return accuracy, loss and calibration as in result.json."""
-        values = {"count": self.count, "accuracy": self.accuracy, "loss": self.loss, "ece": self.ece}
+        values = {
+            "count": self.count,
+            "accuracy": self.accuracy,
+            "loss": self.loss,
+            "ece": self.ece,
+        }
         return values | {"reliability": self.reliability.tolist()}
 
     def per_class(self) -> np.ndarray:
@@ -50,7 +76,9 @@ class Score:
 
 
 class Evaluation(NamedTuple):
-    """One score of a run, on a split, with `raw` or `ema` weights, at a level of test-time augmentation."""
+    """One score of a run, on a split, with `raw` or `ema` weights, at a level of test-time
+    augmentation.
+    """
 
     split: str
     weights: str
@@ -65,28 +93,47 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def wilson_interval(share: float, count: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval, inside [0, 1], of a share of `count` examples (E. B. Wilson, JASA 1927)."""
+    """Return the 95 % confidence interval, inside [0, 1], of a share of `count` examples (E. B.
+    Wilson, JASA 1927).
+    """
     z = 1.959964
-    center, half_width = share + z * z / (2 * count), z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
-    low, high = (center - half_width) / (1 + z * z / count), (center + half_width) / (1 + z * z / count)
+    center, half_width = (
+        share + z * z / (2 * count),
+        z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5,
+    )
+    low, high = (
+        (center - half_width) / (1 + z * z / count),
+        (center + half_width) / (1 + z * z / count),
+    )
     return max(low, 0.0), min(high, 1.0)  # against rounding
 
 
 def reported_score(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the record that a run reports, of one evaluation's records as in result.json; None if there are none.
+    """Return the record that a run reports, of one evaluation's records as in result.json; None if
+    there are none.
 
-    The record is that of the test set if it was evaluated, of the averaged weights if the run keeps an average, and of
-    the highest level of test-time augmentation. The accuracy has no influence on the choice.
+    The record is that of the test set if it was evaluated, of the averaged weights if the run keeps
+    an average, and of the highest level of test-time augmentation. The accuracy has no influence on
+    the choice.
     """
-    return max(records, key=lambda r: (r["split"] == "test", r["weights"] == "ema", r["tta"] or 0), default=None)
+    return max(
+        records,
+        key=lambda r: (r["split"] == "test", r["weights"] == "ema", r["tta"] or 0),
+        default=None,
+    )
 
 
 def score_name(record: Mapping[str, Any]) -> str:
-    """Return the name of a score in tables, files and tags: split, weights and level of TTA, e.g. `test/ema_tta2`."""
-    return f"{record['split']}/{record['weights']}" + (f"_tta{record['tta']}" if record["tta"] else "")
+    """Return the name of a score in tables, files and tags: split, weights and level of TTA, e.g.
+    `test/ema_tta2`.
+    """
+    return f"{record['split']}/{record['weights']}" + (
+        f"_tta{record['tta']}" if record["tta"] else ""
+    )
 
 
 def describe_score(record: Mapping[str, Any]) -> str:
     """Return a score as `test 93.21 % (ema weights, TTA 2, 10,000 images)`."""
-    kind = f"{record['weights']} weights, TTA {record['tta']}"
-    return f"{record['split']} {100 * record['accuracy']:.2f} % ({kind}, {count(record['count'], 'image')})"
+    images = count(record["count"], "image")
+    kind = f"{record['weights']} weights, TTA {record['tta']}, {images}"
+    return f"{record['split']} {100 * record['accuracy']:.2f} % ({kind})"

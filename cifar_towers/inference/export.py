@@ -1,4 +1,6 @@
-"""Export of a trained model with its preprocessing, in four formats, checked against the checkpoint."""
+"""Export of a trained model with its preprocessing, in four formats, checked against the
+checkpoint.
+"""
 
 import contextlib
 import tempfile
@@ -18,28 +20,41 @@ from cifar_towers.inference.run import load_run
 from cifar_towers.models.layers import Activation, BatchNorm, Conv2D, LocalResponseNorm, PadChannels
 from cifar_towers.models.speednet import Whitening
 
-MAX_DIFFERENCE = 1e-4  # of a probability; rounding explains 2e-5, as the project's convolutions are Winograd's
+MAX_DIFFERENCE = (
+    1e-4  # of a probability; rounding explains 2e-5, as the project's convolutions are Winograd's
+)
 BATCH_SIZE = 250  # images of the check
 CLASSES = "classes.txt"  # the classes' names in the order of the probabilities, one a line
 
-LayerAndWeights = tuple[keras.layers.Layer, list[np.ndarray]]  # the weights are set once the layer is built
+LayerAndWeights = tuple[
+    keras.layers.Layer, list[np.ndarray]
+]  # the weights are set once the layer is built
 ReadFn = Callable[[np.ndarray], np.ndarray]  # uint8 images [B, S, S, 3] -> probabilities [B, C]
 
 
 def export_model(config: ExportConfig) -> None:
     """Write the model and its class names into a new directory, whole or not at all.
 
-    Before the directory gets its name, the format's own library reads the model and classifies test images.
+    Before the directory gets its name, the format's own library reads the model and classifies test
+    images.
 
     Raises:
       UsageError: there is no such run, or `out` exists. DataError: there are no data to check on.
       RunError: the exported model does not agree with the checkpoint.
     """
-    out = Path(config.out) if config.out else load_run(config.train_dir).directory / "export" / config.format
+    out = (
+        Path(config.out)
+        if config.out
+        else load_run(config.train_dir).directory / "export" / config.format
+    )
     if out.exists():
         raise UsageError(f"{out} exists; move it away, or give another --out")
     trained = TrainedModel(config)
-    source = sources.find(config.dataset or trained.metadata["dataset"], config.data_dir) if config.check else None
+    source = (
+        sources.find(config.dataset or trained.metadata["dataset"], config.data_dir)
+        if config.check
+        else None
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     with _exact(), tempfile.TemporaryDirectory(dir=out.parent) as temporary:
         directory = Path(temporary) / "export"
@@ -50,21 +65,35 @@ def export_model(config: ExportConfig) -> None:
         (directory / CLASSES).write_text("".join(f"{name}\n" for name in trained.info.class_names))
         checked = "not checked"
         if source:
-            images = sources.load_split(source, "test", trained.info.image_size).images[: config.check]
+            images = sources.load_split(source, "test", trained.info.image_size).images[
+                : config.check
+            ]
             read, starts = make_reader(path), range(0, len(images), BATCH_SIZE)
             found = np.concatenate([read(images[start : start + BATCH_SIZE]) for start in starts])
             difference = np.abs(found - trained.probabilities(images)).max()
-            checked = f"on {len(images):,} test images the largest difference of a probability is {difference:.1e}"
+            checked = (
+                f"on {len(images):,} test images the largest difference of a probability is "
+                f"{difference:.1e}"
+            )
             if not difference <= MAX_DIFFERENCE:  # also if it is NaN
-                raise RunError(f"{checked}, more than the {MAX_DIFFERENCE:.0e} that rounding explains; nothing is kept")
+                raise RunError(
+                    f"{checked}, more than the {MAX_DIFFERENCE:.0e} that rounding explains; "
+                    "nothing is kept"
+                )
         directory.rename(out)
-    print(f"{out}: {trained.run.directory} at step {trained.metadata['step']}, {trained.weights} weights; {checked}")
+    print(
+        f"{out}: {trained.run.directory} at step {trained.metadata['step']}, {trained.weights} "
+        f"weights; {checked}"
+    )
 
 
 @contextlib.contextmanager
 def _exact() -> Iterator[None]:
     """Leave out TensorFloat-32 inside: its ten bits are too few to compare with."""
-    options, before = tf.config.experimental, tf.config.experimental.tensor_float_32_execution_enabled()
+    options, before = (
+        tf.config.experimental,
+        tf.config.experimental.tensor_float_32_execution_enabled(),
+    )
     options.enable_tensor_float_32_execution(False)
     try:
         yield
@@ -96,7 +125,9 @@ def make_portable_model(trained: TrainedModel) -> keras.Model:
 
 
 def write_model(model: keras.Model, path: Path, file_format: str) -> None:
-    """Write a model by Keras. The path of a `saved_model` is a directory, that of another format a file."""
+    """Write a model by Keras. The path of a `saved_model` is a directory, that of another format a
+    file.
+    """
     if file_format == "keras":
         model.save(path)
     else:
@@ -105,11 +136,13 @@ def write_model(model: keras.Model, path: Path, file_format: str) -> None:
         model.export(path, format=keras_name, verbose=False, input_signature=[images])
 
 
-# Copies of the project's layers in stock Keras layers, which load without this package and in every format -----------
+# Copies of the project's layers in stock Keras layers, which load without this package ------------
 
 
 def to_stock_layers(model: keras.Model) -> keras.Model:
-    """Return a model of stock layers with the same weights and outputs in evaluation; `model` itself if it is one."""
+    """Return a model of stock layers with the same weights and outputs in evaluation; `model`
+    itself if it is one.
+    """
     if not any(type(layer) in STOCK_EQUIVALENTS for layer in model.layers):
         return model
     weights: dict[str, list[np.ndarray]] = {}
@@ -158,9 +191,13 @@ def _local_response_norm(layer: LocalResponseNorm) -> LayerAndWeights:
     channels = np.arange(shape[-1])
     kernel = layer.alpha * (abs(channels[:, None] - channels) <= layer.radius)
     images = keras.Input(shape)
-    sum_squares = keras.layers.Conv2D(shape[-1], 1, use_bias=False, name=f"{layer.name}_sum", dtype="float32")
+    sum_squares = keras.layers.Conv2D(
+        shape[-1], 1, use_bias=False, name=f"{layer.name}_sum", dtype="float32"
+    )
     squares = sum_squares(keras.ops.square(images))
-    copy = keras.Model(images, images * keras.ops.power(layer.bias + squares, -layer.beta), name=layer.name)
+    copy = keras.Model(
+        images, images * keras.ops.power(layer.bias + squares, -layer.beta), name=layer.name
+    )
     return copy, [kernel[None, None].astype("f4")]
 
 
@@ -185,7 +222,7 @@ STOCK_EQUIVALENTS: dict[type, Callable[..., LayerAndWeights]] = {
 }
 
 
-# How each format is read by its own library: path -> function --------------------------------------------------------
+# How each format is read by its own library: path -> function -------------------------------------
 
 
 def _read_saved_model(path: Path) -> ReadFn:
@@ -212,7 +249,9 @@ def _read_onnx(path: Path) -> ReadFn:
     return lambda images: session.run(None, {"images": images})[0]
 
 
-FORMATS: dict[str, tuple[str, Callable[[Path], ReadFn]]] = {  # name -> file in the export, function that reads it
+FORMATS: dict[
+    str, tuple[str, Callable[[Path], ReadFn]]
+] = {  # name -> file in the export, function that reads it
     "saved_model": ("", _read_saved_model),
     "keras": ("model.keras", _read_keras),
     "litert": ("model.tflite", _read_litert),

@@ -32,9 +32,11 @@ TOP_K = 3  # classes shown for each picture
 
 
 class TrainedModel:
-    """The model of a run, rebuilt from its settings on towers, with the weights of one of its checkpoints.
+    """The model of a run, rebuilt from its settings on towers, with the weights of one of its
+    checkpoints.
 
-    Nothing in a run's directory is executed. A model of the user's own is made by the function that the user names.
+    Nothing in a run's directory is executed. A model of the user's own is made by the function that
+    the user names.
 
     Attributes:
       run: the run.
@@ -47,7 +49,8 @@ class TrainedModel:
       augmentation: the preprocessing of its images.
 
     Raises:
-      UsageError: there is no such run, checkpoint or average of weights, or the run's own model is not named.
+      UsageError: there is no such run, checkpoint or average of weights, or the run's own model is
+        not named.
       DataError: the checkpoint is damaged.
     """
 
@@ -57,11 +60,13 @@ class TrainedModel:
         settings = TrainConfig(**self.run.config)
         if settings.user_model and not config.model:
             raise UsageError(
-                f"{self.run.directory} has a model of your own, code that must be executed; if you trust it, give "
-                f"--model={settings.model}, or the path where it is now"
+                f"{self.run.directory} has a model of your own, code that must be executed; if "
+                f"you trust it, give --model={settings.model}, or the path where it is now"
             )
         if config.weights == "ema" and not settings.ema_decay:
-            raise UsageError(f"{self.run.directory} has no moving average of its weights; give --weights=raw")
+            raise UsageError(
+                f"{self.run.directory} has no moving average of its weights; give --weights=raw"
+            )
         self.config = dataclasses.replace(settings, model=config.model or settings.model)
         self.weights = "ema" if settings.ema_decay and config.weights != "raw" else "raw"
         values, self.metadata = read_checkpoint(checkpoint)
@@ -80,12 +85,19 @@ class TrainedModel:
         }
         of_model = {name: value for name, value in values.items() if name.startswith(prefix)}
         assign(variables, of_model, self.run.directory)
-        if code_digests(self.config, ["model"]).get("model") != self.metadata["facts"].get("code of model"):
-            log.warning("%s was trained with other code than that of model=%s", self.run.directory, self.config.model)
+        if code_digests(self.config, ["model"]).get("model") != self.metadata["facts"].get(
+            "code of model"
+        ):
+            log.warning(
+                "%s was trained with other code than that of model=%s",
+                self.run.directory,
+                self.config.model,
+            )
         self._classify = make_classify_fn(self.model, towers, self.augmentation)
 
     def logits(self, images: np.ndarray, tta: int = 0) -> np.ndarray:
-        """Compute the logits [n, C] of uint8 images [n, S, S, 3] at a level of test-time augmentation.
+        """Compute the logits [n, C] of uint8 images [n, S, S, 3] at a level of test-time
+        augmentation.
 
         Raises:
           DataError: a logit is not finite, so that the class would mean nothing.
@@ -101,30 +113,44 @@ class TrainedModel:
 
 
 def predict_images(config: PredictConfig) -> None:
-    """Print a line for each picture, in the order given. The pictures of a folder are sorted by name.
+    """Print a line for each picture, in the order given. The pictures of a folder are sorted by
+    name.
 
     Raises:
-      UsageError: there is no such run or set of weights, or a folder has no pictures. DataError: a picture cannot be
-        read.
+      UsageError: there is no such run or set of weights, or a folder has no pictures. DataError: a
+        picture cannot be read.
     """
     paths, trained = list(_list_pictures(config.pictures)), TrainedModel(config)
     for path, probabilities in zip(paths, _predict_paths(trained, paths, config.tta), strict=True):
         top = np.argsort(-probabilities, kind="stable")[:TOP_K]
-        likely = {trained.info.class_names[index]: round(float(probabilities[index]), 6) for index in top}
+        likely = {
+            trained.info.class_names[index]: round(float(probabilities[index]), 6) for index in top
+        }
         if config.json:
-            print(to_json({"picture": os.fspath(path), "class": next(iter(likely)), "probabilities": likely}))
+            print(
+                to_json(
+                    {
+                        "picture": os.fspath(path),
+                        "class": next(iter(likely)),
+                        "probabilities": likely,
+                    }
+                )
+            )
         else:
             classes = "  ".join(f"{name} {100 * value:.1f} %" for name, value in likely.items())
             print(printable(f"{path}  {classes}"))
         sys.stdout.flush()
 
 
-def predict_probabilities(config: PredictConfig, images: np.ndarray | Iterable[Path | str] | Path | str) -> np.ndarray:
-    """Return the probabilities [n, C] of uint8 images [n, S, S, 3], or of picture files or folders, or of one.
+def predict_probabilities(
+    config: PredictConfig, images: np.ndarray | Iterable[Path | str] | Path | str
+) -> np.ndarray:
+    """Return the probabilities [n, C] of uint8 images [n, S, S, 3], or of picture files or folders,
+    or of one.
 
     Raises:
-      UsageError: there is no such run, the array is no such images, or a folder has no pictures. DataError: a picture
-        cannot be read.
+      UsageError: there is no such run, the array is no such images, or a folder has no pictures.
+        DataError: a picture cannot be read.
     """
     trained = TrainedModel(config)
     if not isinstance(images, np.ndarray):
@@ -132,7 +158,9 @@ def predict_probabilities(config: PredictConfig, images: np.ndarray | Iterable[P
         return np.stack(list(_predict_paths(trained, paths, config.tta)))
     size = trained.info.image_size
     if images.dtype != np.uint8 or images.shape[1:] != (size, size, 3):
-        raise UsageError(f"images are {images.shape} {images.dtype}; give uint8 [n, {size}, {size}, 3], or paths")
+        raise UsageError(
+            f"images are {images.shape} {images.dtype}; give uint8 [n, {size}, {size}, 3], or paths"
+        )
     return trained.probabilities(images, config.tta)
 
 
@@ -144,9 +172,13 @@ def _predict_paths(trained: TrainedModel, paths: list[Path], tta: int) -> Iterat
 
 
 def _list_pictures(paths: Iterable[Path | str]) -> Iterator[Path]:
-    """Yield the files, and the pictures in the folders except hidden ones and those in subfolders."""
+    """Yield the files, and the pictures in the folders except hidden ones and those in
+    subfolders.
+    """
     for path in map(Path, paths):
-        pictures = sorted(filter(image_files.is_picture, path.iterdir())) if path.is_dir() else [path]
+        pictures = (
+            sorted(filter(image_files.is_picture, path.iterdir())) if path.is_dir() else [path]
+        )
         if not pictures:
             raise UsageError(f"{path} contains no pictures ({', '.join(image_files.SUFFIXES)})")
         yield from pictures

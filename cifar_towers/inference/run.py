@@ -1,6 +1,7 @@
 """A run in its directory, as every program, callback and `cifar_towers.train` has it.
 
-This module imports neither NumPy nor TensorFlow. The two methods of `Run` that need them import them when called.
+This module imports neither NumPy nor TensorFlow. The two methods of `Run` that need them import
+them when called.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 RUNNING, DONE, STOPPED = "running", "done", "stopped"
-PER_RUN = names_with(TrainConfig, per_run=True)  # settings that may differ between the runs of a group
+PER_RUN = names_with(
+    TrainConfig, per_run=True
+)  # settings that may differ between the runs of a group
 
 
 def load_run(directory: Path | str, name: str = "") -> "Run":
@@ -36,7 +39,8 @@ def load_run(directory: Path | str, name: str = "") -> "Run":
 
 
 class Run:
-    """A run in a directory, finished or not. Its files are read when they are asked for; a missing one is empty.
+    """A run in a directory, finished or not. Its files are read when they are asked for; a missing
+    one is empty.
 
     docs/reference.md lists the keys and units of its records.
 
@@ -49,7 +53,9 @@ class Run:
         self.directory = Path(directory).absolute()
         self.name = name or self.directory.name
         self._records: list[dict[str, Any]] = []
-        self._stamp: tuple[int, int] | None = None  # time and size of the file when `_records` were read
+        self._stamp: tuple[int, int] | None = (
+            None  # time and size of the file when `_records` were read
+        )
 
     def __repr__(self) -> str:
         return f"Run({str(self.directory)!r})"
@@ -61,7 +67,9 @@ class Run:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """The content of environment.json: command, machine, versions, towers, digests of the data."""
+        """The content of environment.json: command, machine, versions, towers, digests of the
+        data.
+        """
         return files.read_json(self.directory / files.ENVIRONMENT)
 
     @property
@@ -71,12 +79,16 @@ class Run:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The records of training steps, in order; `pandas.DataFrame(run.history)` makes a table of them."""
+        """The records of training steps, in order; `pandas.DataFrame(run.history)` makes a table of
+        them.
+        """
         return [record for record in self._read_records() if record["kind"] == "train"]
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The records of evaluations, in order, each with `step`, `split`, `weights`, `tta`, `accuracy` and `loss`."""
+        """The records of evaluations, in order, each with `step`, `split`, `weights`, `tta`,
+        `accuracy` and `loss`.
+        """
         return [record for record in self._read_records() if record["kind"] == "eval"]
 
     @property
@@ -98,7 +110,13 @@ class Run:
     @property
     def state(self) -> str:
         """`running` if a process trains the run now, otherwise `done` or `stopped`."""
-        return RUNNING if files.is_locked(self.directory / files.LOCK) else DONE if self.finished else STOPPED
+        return (
+            RUNNING
+            if files.is_locked(self.directory / files.LOCK)
+            else DONE
+            if self.finished
+            else STOPPED
+        )
 
     @property
     def title(self) -> str:
@@ -107,11 +125,16 @@ class Run:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The settings that repetitions of one experiment share, with precision, number of towers, and digests."""
+        """The settings that repetitions of one experiment share, with precision, number of towers,
+        and digests.
+        """
         settings = {name: value for name, value in self.config.items() if name not in PER_RUN}
         environment = self.environment
         for kind in ("data", "code"):
-            settings |= {f"{name}_{kind}": sha[:12] for name, sha in environment.get(f"{kind}_sha256", {}).items()}
+            settings |= {
+                f"{name}_{kind}": sha[:12]
+                for name, sha in environment.get(f"{kind}_sha256", {}).items()
+            }
         towers = len(environment.get("towers", []))
         return settings | {"precision": environment.get("precision"), "num_gpus": towers}
 
@@ -126,19 +149,22 @@ class Run:
 
     @property
     def reported_score(self) -> Mapping[str, Any] | None:
-        """The score of the newest evaluation that the run reports; see `evaluation.score.reported_score`."""
+        """The score of the newest evaluation that the run reports; see
+        `evaluation.score.reported_score`.
+        """
         from cifar_towers.evaluation.score import reported_score
 
         return reported_score(list(self.scores.values()))
 
     def model(self, **settings: Any) -> "keras.Model":
-        """Return the model with its preprocessing: images [B, S, S, 3] of the training's size -> probabilities [B, C].
+        """Return the model with its preprocessing: images [B, S, S, 3] of the training's size ->
+        probabilities [B, C].
 
         Images are uint8 levels, probabilities float32.
 
         Args:
-          **settings: `step` of the checkpoint (default: the newest), `weights` (`raw` or `ema`; default: the average if
-            there is one), and `model`, which a net of your own needs.
+          **settings: `step` of the checkpoint (default: the newest), `weights` (`raw` or `ema`;
+            default: the average if there is one), and `model`, which a net of your own needs.
 
         Raises:
           RunError: there is no such checkpoint, or it is damaged.
@@ -150,9 +176,13 @@ class Run:
 
             return make_portable_model(TrainedModel(config))
 
-    def predict(self, images: "np.ndarray | Iterable[Path | str] | Path | str", **settings: Any) -> "np.ndarray":
+    def predict(
+        self, images: "np.ndarray | Iterable[Path | str] | Path | str", **settings: Any
+    ) -> "np.ndarray":
         """Return the probabilities [n, C] of images; see `cifar_towers.predict`."""
-        config = make_config(PredictConfig, {"train_dir": self.directory, "pictures": ("images",), **settings})
+        config = make_config(
+            PredictConfig, {"train_dir": self.directory, "pictures": ("images",), **settings}
+        )
         with tensorflow_imported():
             from cifar_towers.inference.predict import predict_probabilities
 

@@ -1,4 +1,5 @@
-"""The runs below a directory: what they train, how far they are, what they reached, and which are repetitions.
+"""The runs below a directory: what they train, how far they are, what they reached, and which are
+repetitions.
 
 No function here needs TensorFlow.
 """
@@ -20,8 +21,19 @@ from cifar_towers.inference.run import DONE, Run
 from cifar_towers.reporting.records import align_columns
 
 MAX_NAME = 44  # characters of a group's name
-COLUMNS = ("recipe", "data", "state", "step", "split", "accuracy", "tta_accuracy", "images_per_sec", "minutes")
-NOTE = """accuracy: of averaged weights if a run keeps an average; tta_accuracy: at the highest level of TTA scored
+COLUMNS = (
+    "recipe",
+    "data",
+    "state",
+    "step",
+    "split",
+    "accuracy",
+    "tta_accuracy",
+    "images_per_sec",
+    "minutes",
+)
+NOTE = """accuracy: of averaged weights if a run keeps an average
+tta_accuracy: at the highest level of TTA scored
 minutes: of all its processes, with start, compilation and evaluation"""
 
 
@@ -29,7 +41,8 @@ def find_runs(root: Path, *patterns: str) -> list[Run]:
     """Return the runs in and below `root`, sorted by directory.
 
     Args:
-      patterns: patterns of the shell for the last parts of a run's path, e.g. `speed94*`; default: all runs.
+      patterns: patterns of the shell for the last parts of a run's path, e.g. `speed94*`; default:
+        all runs.
 
     Raises:
       UsageError: there is no such directory.
@@ -39,11 +52,14 @@ def find_runs(root: Path, *patterns: str) -> list[Run]:
     directories = sorted(path.parent for path in root.rglob(files.CONFIG))
     runs = [Run(directory, str(directory.relative_to(root))) for directory in directories]
     found = [run for run in runs if any(map(run.directory.match, patterns or ["*"]))]
-    return [run for run in found if "train_dir" in run.config]  # other programs may have a config.json too
+    return [
+        run for run in found if "train_dir" in run.config
+    ]  # other programs may have a config.json too
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
-    """Return the runs in and below these directories, each once, named by their paths below a common directory.
+    """Return the runs in and below these directories, each once, named by their paths below a
+    common directory.
 
     Raises:
       UsageError: there is no such directory, or it holds no run.
@@ -52,17 +68,21 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
     for directory in directories:
         found = find_runs(directory)
         if not found:
-            raise UsageError(f"{directory} holds no run; give directories of runs, e.g. runs/speed94-seed0")
+            raise UsageError(
+                f"{directory} holds no run; give directories of runs, e.g. runs/speed94-seed0"
+            )
         paths += [run.directory.resolve() for run in found]
     common = os.path.commonpath([path.parent for path in paths])
     return [Run(path, str(path.relative_to(common))) for path in dict.fromkeys(paths)]
 
 
-# The table ------------------------------------------------------------------------------------------------------------
+# The table ----------------------------------------------------------------------------------------
 
 
 def describe(run: Run) -> dict[str, Any]:
-    """Return a run's values by the names of `config.programs.RUN_FIELDS`. Accuracies are fractions."""
+    """Return a run's values by the names of `config.programs.RUN_FIELDS`. Accuracies are
+    fractions.
+    """
     config, environment, result, scores = run.config, run.environment, run.result or {}, run.scores
     reported = run.reported_score or {}
     plain = scores.get(score_name({**reported, "tta": 0}), {}) if reported else {}
@@ -86,7 +106,9 @@ def describe(run: Run) -> dict[str, Any]:
 
 
 def sort_runs(runs: Sequence[Run], key: str) -> list[Run]:
-    """Sort by a field, ascending, with the runs that lack it first. Without a key the order stays."""
+    """Sort by a field, ascending, with the runs that lack it first. Without a key the order
+    stays.
+    """
     if not key:
         return [*runs]
     rows = [(value is not None, value, run) for run in runs for value in [describe(run)[key]]]
@@ -94,36 +116,49 @@ def sort_runs(runs: Sequence[Run], key: str) -> list[Run]:
 
 
 def best_run(runs: Sequence[Run], recipe: str) -> Run:
-    """Return the finished run of a recipe with the highest accuracy: on validation images if every run has it.
+    """Return the finished run of a recipe with the highest accuracy: on validation images if every
+    run has it.
 
-    Otherwise the runs are ranked by test accuracy. They are compared with TTA if every run was scored with it.
+    Otherwise the runs are ranked by test accuracy. They are compared with TTA if every run was
+    scored with it.
 
     Raises:
-      UsageError: no run of the recipe is finished, or the finished ones were scored on different images.
+      UsageError: no run of the recipe is finished, or the finished ones were scored on different
+        images.
     """
     done = [run for run in runs if run.title == recipe and run.state == DONE and run.scores]
     if not done:
         raise UsageError(f"no run of {recipe} is finished")
     kind = shared_score(done, ("validation", "test"))
-    digests = {str(run.environment.get("data_sha256", {}).get(kind.partition("/")[0])) for run in done}
+    digests = {
+        str(run.environment.get("data_sha256", {}).get(kind.partition("/")[0])) for run in done
+    }
     if len(digests) > 1 or not kind:
-        raise UsageError(f"finished runs of {recipe} were scored on different images; give a pattern of names too")
+        raise UsageError(
+            f"finished runs of {recipe} were scored on different images; give a pattern of names "
+            "too"
+        )
     return max(done, key=lambda run: run.scores[kind]["accuracy"])
 
 
 def shared_score(runs: Sequence[Run], splits: Sequence[str] = ("test", "validation")) -> str:
     """Return the name of a score that all runs have, or an empty string.
 
-    The score is that of the first of `splits` that all have, of averaged weights if possible, with the most TTA.
+    The score is that of the first of `splits` that all have, of averaged weights if possible, with
+    the most TTA.
     """
     names = set.intersection(*({*run.scores} for run in runs))
     shared = [score for name, score in runs[0].scores.items() if name in names]
-    of_splits = (reported_score([score for score in shared if score["split"] == split]) for split in splits)
+    of_splits = (
+        reported_score([score for score in shared if score["split"] == split]) for split in splits
+    )
     return next((score_name(score) for score in of_splits if score), "")
 
 
 def format_table(runs: Sequence[Run]) -> str:
-    """Return a table with a line per run, whose columns are fields of `describe`, and a note about them."""
+    """Return a table with a line per run, whose columns are fields of `describe`, and a note about
+    them.
+    """
     rows = [[printable(run.name), *map(_cell, itemgetter(*COLUMNS)(describe(run)))] for run in runs]
     return f"{align_columns([['run', *COLUMNS], *rows], left=(0, 1, 2, 3, 5))}\n\n{NOTE}"
 
@@ -134,7 +169,7 @@ def _cell(value: Any) -> str:
     return "-" if value is None else printable(str(value))
 
 
-# Groups of runs, and their differences --------------------------------------------------------------------------------
+# Groups of runs, and their differences ------------------------------------------------------------
 
 
 class Group(NamedTuple):
@@ -151,14 +186,18 @@ class Group(NamedTuple):
     def describe_seeds(self) -> str:
         """Return the group's seeds, as `seeds 0, 1`, with the runs that are left out."""
         seeds = ", ".join(str(run.config.get("seed")) for run in self.runs)
-        repeated = f" without {', '.join(self.left_out)}, whose seed counts once" if self.left_out else ""
+        repeated = (
+            f" without {', '.join(self.left_out)}, whose seed counts once" if self.left_out else ""
+        )
         return f"seed{'s' * (len(self.runs) > 1)} {seeds}{repeated}"
 
 
 def group_by_recipe(runs: Sequence[Run]) -> list[Group]:
-    """Group runs that differ only in the seed. Of several runs with one seed the first finished one counts.
+    """Group runs that differ only in the seed. Of several runs with one seed the first finished one
+    counts.
 
-    A group is named after its recipe and up to two settings that distinguish it from other groups of this recipe.
+    A group is named after its recipe and up to two settings that distinguish it from other groups
+    of this recipe.
     """
     by_recipe: dict[str, list[Run]] = {}
     for run in runs:
@@ -167,7 +206,9 @@ def group_by_recipe(runs: Sequence[Run]) -> list[Group]:
     for members in by_recipe.values():
         recipe, title = members[0].recipe, members[0].title
         others = [other[0].recipe for other in by_recipe.values() if other[0].title == title]
-        differing = [key for key in recipe if any(other.get(key) != recipe[key] for other in others)]
+        differing = [
+            key for key in recipe if any(other.get(key) != recipe[key] for other in others)
+        ]
         name = ", ".join([title, *(f"{key}={recipe[key]}" for key in differing[:2])])[:MAX_NAME]
         namesakes = sum(group.name.partition(" #")[0] == name for group in groups)
         by_seed: dict[Any, Run] = {}
@@ -180,29 +221,69 @@ def group_by_recipe(runs: Sequence[Run]) -> list[Group]:
 
 
 def compare_groups(groups: Sequence[Group]) -> list[str]:
-    """Return a line for every two groups with two finished runs each: the difference of their mean accuracies.
+    """Return a line for every two groups with two finished runs each: the difference of their mean
+    accuracies.
 
-    For example `lr1.5 - lr0.3: +4.40 points (95 % +1.51 to +7.29), n=2 and 2; test/ema`. The line names the kind of
-    score. Groups of other lengths or on other data are not subtracted; the line says so.
+    For example `lr1.5 - lr0.3: +4.40 points (95 % +1.51 to +7.29), n=2 and 2; test/ema`. The line
+    names the kind of score. Groups of other lengths or on other data are not subtracted; the line
+    says so.
     """
     lines = []
     for one, other in combinations([group for group in groups if len(group.finished) > 1], 2):
         runs = [*one.finished, *other.finished]
         kind, title = shared_score(runs, ("test",)), f"{one.name} - {other.name}"
-        if not kind or len({(run.step, str(run.environment.get("data_sha256"))) for run in runs}) > 1:
+        if (
+            not kind
+            or len({(run.step, str(run.environment.get("data_sha256"))) for run in runs}) > 1
+        ):
             lines.append(f"{title}: not subtracted, as their numbers of steps or their data differ")
         else:
-            means = [Sample.of([run.scores[kind]["accuracy"] for run in g.finished]) for g in (one, other)]
-            repeated = [f"{group.name} is {group.describe_seeds()}" for group in (one, other) if group.left_out]
+            means = [
+                Sample.of([run.scores[kind]["accuracy"] for run in g.finished])
+                for g in (one, other)
+            ]
+            repeated = [
+                f"{group.name} is {group.describe_seeds()}"
+                for group in (one, other)
+                if group.left_out
+            ]
             lines.append("; ".join([f"{title}: {describe_difference(*means)}", kind, *repeated]))
     return lines
 
 
 # 97.5 % quantiles of Student's t distribution with 1, 2, ... 30 degrees of freedom
 STUDENT_T = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
+    2.110,
+    2.101,
+    2.093,
+    2.086,
+    2.080,
+    2.074,
+    2.069,
+    2.064,
+    2.060,
+    2.056,
+    2.052,
+    2.048,
+    2.045,
+    2.042,
+)
 
 
 class Sample(NamedTuple):
@@ -215,7 +296,11 @@ class Sample(NamedTuple):
     @classmethod
     def of(cls, values: Sequence[float]) -> "Sample":
         """Compute the statistics of a non-empty list."""
-        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, len(values))
+        return cls(
+            statistics.fmean(values),
+            statistics.stdev(values) if len(values) > 1 else 0.0,
+            len(values),
+        )
 
     def describe_percent(self) -> str:
         """Return mean, standard deviation and n of fractions as percent.
@@ -228,7 +313,8 @@ class Sample(NamedTuple):
 
 
 def describe_difference(one: Sample, other: Sample) -> str:
-    """Return the mean of `one` less that of `other`, of fractions, in percentage points with its 95 % interval.
+    """Return the mean of `one` less that of `other`, of fractions, in percentage points with its 95
+    % interval.
 
     The interval is Student's, with the pooled variance of two samples of two or more values each.
 
@@ -237,13 +323,17 @@ def describe_difference(one: Sample, other: Sample) -> str:
     """
     degrees = one.n + other.n - 2
     variance = ((one.n - 1) * one.std**2 + (other.n - 1) * other.std**2) / degrees
-    half = STUDENT_T[min(degrees, len(STUDENT_T)) - 1] * math.sqrt(variance * (1 / one.n + 1 / other.n))
+    half = STUDENT_T[min(degrees, len(STUDENT_T)) - 1] * math.sqrt(
+        variance * (1 / one.n + 1 / other.n)
+    )
     mean = one.mean - other.mean
     interval = f"95 % {100 * (mean - half):+.2f} to {100 * (mean + half):+.2f}"
     return f"{100 * mean:+.2f} points ({interval}), n={one.n} and {other.n}"
 
 
-def flatten(values: Mapping[str, Any], leave_out: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
+def flatten(
+    values: Mapping[str, Any], leave_out: Collection[str] = (), prefix: str = ""
+) -> dict[str, Any]:
     """Return the values of nested objects by their path.
 
     >>> flatten({"a": {"b": 1}, "c": "x"})
@@ -252,5 +342,9 @@ def flatten(values: Mapping[str, Any], leave_out: Collection[str] = (), prefix: 
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if key not in leave_out:
-            flat |= flatten(value, leave_out, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+            flat |= (
+                flatten(value, leave_out, f"{prefix}{key}.")
+                if isinstance(value, dict)
+                else {prefix + key: value}
+            )
     return flat

@@ -1,4 +1,5 @@
-"""The models by name: functions that return a Keras model, [B, H, W, 3] images -> [B, num_classes] logits.
+"""The models by name: functions that return a Keras model, [B, H, W, 3] images -> [B, num_classes]
+logits.
 
 A new model is an entry here and its name in `registry.MODELS`.
 """
@@ -16,11 +17,23 @@ MODELS: dict[str, Callable[..., keras.Model]] = {
     "cifarnet": cifarnet,
     **{f"resnet{depth}": partial(resnet, depth=depth) for depth in (20, 32, 44, 56, 110)},
     "speednet93": partial(speednet, widths=(64, 128, 128), head_std=None, logit_divisor=9),
-    "speednet94": partial(speednet, widths=(64, 256, 256), later_activation="silu", momentum=0.5566, logit_divisor=256),
+    "speednet94": partial(
+        speednet, widths=(64, 256, 256), later_activation="silu", momentum=0.5566, logit_divisor=256
+    ),
     "speednet95": partial(speednet, widths=(128, 384, 384), head_std=None, logit_divisor=9),
     "speednet96": partial(
-        speednet, widths=(128, 384, 512), convs=3, momentum=0.9, head_std=None, logit_divisor=9, residual=True
+        speednet,
+        widths=(128, 384, 512),
+        convs=3,
+        momentum=0.9,
+        head_std=None,
+        logit_divisor=9,
+        residual=True,
     ),
-    "speednet_proxy": partial(speednet, widths=(32, 64, 64), momentum=0.9, head_std=None, logit_divisor=9),
+    "speednet_proxy": partial(
+        speednet, widths=(32, 64, 64), momentum=0.9, head_std=None, logit_divisor=9
+    ),
 }
-WEIGHT_DECAYS = {"cifarnet": {"local3": 0.004, "local4": 0.004}}  # model -> layer -> factor of its weight loss
+WEIGHT_DECAYS = {
+    "cifarnet": {"local3": 0.004, "local4": 0.004}
+}  # model -> layer -> factor of its weight loss

@@ -1,7 +1,8 @@
 """A 2-D convolution in the forms that are fastest on CPUs, equal to TensorFlow's up to rounding.
 
-`conv2d` chooses the form: TensorFlow's own, a faster gradient to the kernel, or Winograd's algorithm. The last rounds
-about ten times as much as TensorFlow's, which is still a hundred times less than bfloat16.
+`conv2d` chooses the form: TensorFlow's own, a faster gradient to the kernel, or Winograd's
+algorithm. The last rounds about ten times as much as TensorFlow's, which is still a hundred times
+less than bfloat16.
 """
 
 import functools
@@ -15,27 +16,47 @@ from cifar_towers.hardware import processor_features, xla_runs
 
 Padding: TypeAlias = Sequence[tuple[int, int]]  # before and after each of the axes [B, H, W, C]
 
-WINOGRAD_TILES = (2, 3, 4)  # pixels of a tile's side, m; with larger ones float32 loses more than a digit or two
-WINOGRAD_POINTS = (0, 1, -1, 2, -2)  # of the Cook-Toom algorithm, which has the first m + 1 of them and infinity
+WINOGRAD_TILES = (
+    2,
+    3,
+    4,
+)  # pixels of a tile's side, m; with larger ones float32 loses more than a digit or two
+WINOGRAD_POINTS = (
+    0,
+    1,
+    -1,
+    2,
+    -2,
+)  # of the Cook-Toom algorithm, which has the first m + 1 of them and infinity
 
 
-def conv2d(images: tf.Tensor, kernel: tf.Tensor, strides: int = 1, padding: Padding | str = "SAME") -> tf.Tensor:
+def conv2d(
+    images: tf.Tensor, kernel: tf.Tensor, strides: int = 1, padding: Padding | str = "SAME"
+) -> tf.Tensor:
     """Compute `tf.nn.conv2d` of [B, H, W, C] with [h, w, C, F], in a faster form on CPUs.
 
     Many 3x3 filters of many channels are applied in float32 by Winograd's algorithm.
 
-    On CPUs, TensorFlow's gradient to the kernel reaches half the speed of the forward pass in bfloat16, and in float32
-    with AVX2. For kernels of odd size with stride 1 it is computed as h matrix products instead, one for each row of
-    the kernel: the images, shifted by that row and by each of its w pixels side by side, times the gradient of the
-    output. With an explicit `Padding`, the gradient to the images is a convolution with the turned kernel, because
-    TensorFlow's takes up to four times as long.
+    On CPUs, TensorFlow's gradient to the kernel reaches half the speed of the forward pass in
+    bfloat16, and in float32 with AVX2. For kernels of odd size with stride 1 it is computed as h
+    matrix products instead, one for each row of the kernel: the images, shifted by that row and by
+    each of its w pixels side by side, times the gradient of the output. With an explicit `Padding`,
+    the gradient to the images is a convolution with the turned kernel, because TensorFlow's takes
+    up to four times as long.
     """
     padding = padding.upper() if isinstance(padding, str) else padding
-    same = padding in ("SAME", even_padding(images.shape, kernel.shape)) and None not in images.shape[1:]
+    same = (
+        padding in ("SAME", even_padding(images.shape, kernel.shape))
+        and None not in images.shape[1:]
+    )
     on_cpu = _on_cpu(images)
     suitable = same and strides == 1 and on_cpu
     if suitable and _suits_winograd(images, kernel):
-        height, width = images.shape[1:3] if padding == "SAME" else (size - size % 2 for size in images.shape[1:3])
+        height, width = (
+            images.shape[1:3]
+            if padding == "SAME"
+            else (size - size % 2 for size in images.shape[1:3])
+        )
         return winograd_conv2d(images, kernel, height, width)
     faster = suitable and _suits_products(images, kernel)
     if not faster and (not on_cpu or isinstance(padding, str) or strides != 1):
@@ -47,9 +68,15 @@ def conv2d(images: tf.Tensor, kernel: tf.Tensor, strides: int = 1, padding: Padd
             to_images = _image_gradient(images, upstream, kernel, padding)
             if faster:
                 return to_images, _kernel_gradient(images, upstream, kernel.shape, padding)
-            padded = tf.pad(images, padding)  # oneDNN has no EXPLICIT form: 60 times as long in bfloat16
+            padded = tf.pad(
+                images, padding
+            )  # oneDNN has no EXPLICIT form: 60 times as long in bfloat16
             return to_images, tf.raw_ops.Conv2DBackpropFilter(
-                input=padded, filter_sizes=kernel.shape, out_backprop=upstream, strides=[1] * 4, padding="VALID"
+                input=padded,
+                filter_sizes=kernel.shape,
+                out_backprop=upstream,
+                strides=[1] * 4,
+                padding="VALID",
             )
 
         return tf.nn.conv2d(images, kernel, 1, padding), gradient
@@ -58,7 +85,8 @@ def conv2d(images: tf.Tensor, kernel: tf.Tensor, strides: int = 1, padding: Padd
 
 
 def even_padding(images: tf.TensorShape, kernel: tf.TensorShape) -> Padding | str:
-    """Return the padding of a SAME convolution whose output lacks the last row or column of an odd size.
+    """Return the padding of a SAME convolution whose output lacks the last row or column of an odd
+    size.
 
     Args:
       images: [B, H, W, C]. "SAME" is returned if H or W is not known.
@@ -66,12 +94,16 @@ def even_padding(images: tf.TensorShape, kernel: tf.TensorShape) -> Padding | st
     """
     if None in images[1:3]:
         return "SAME"
-    sides = [(size // 2, size // 2 - length % 2) for size, length in zip(kernel[:2], images[1:3], strict=True)]
+    sides = [
+        (size // 2, size // 2 - length % 2)
+        for size, length in zip(kernel[:2], images[1:3], strict=True)
+    ]
     return [(0, 0), *sides, (0, 0)]
 
 
 def fused(function: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
-    """Return `function` of tensors compiled by XLA, where XLA runs, so that it takes few passes through memory.
+    """Return `function` of tensors compiled by XLA, where XLA runs, so that it takes few passes
+    through memory.
 
     XLA compiles it for each new input shape.
     """
@@ -86,18 +118,22 @@ def _on_cpu(images: tf.Tensor) -> bool:
 def _suits_winograd(images: tf.Tensor, kernel: tf.Tensor) -> bool:
     """Return whether Winograd's algorithm is faster on this processor.
 
-    By measurement with 512 images of 2x2 to 15x15 pixels, it is faster with so many channels and filters that matrix
-    products are most of its work. In bfloat16 it would lose most digits.
+    By measurement with 512 images of 2x2 to 15x15 pixels, it is faster with so many channels and
+    filters that matrix products are most of its work. In bfloat16 it would lose most digits.
     """
     *size, channels, filters = kernel.shape
     if size != [3, 3] or images.dtype != tf.float32 or "avx2" not in processor_features():
         return False
     enough = 64 * 256 if "avx512f" in processor_features() else 64 * 128
-    return min(images.shape[1:3]) > 1 and min(channels, filters) >= 64 and channels * filters >= enough
+    return (
+        min(images.shape[1:3]) > 1 and min(channels, filters) >= 64 and channels * filters >= enough
+    )
 
 
 def _suits_products(images: tf.Tensor, kernel: tf.Tensor) -> bool:
-    """Return whether matrix products are faster for the gradient to the kernel on this processor, by measurement."""
+    """Return whether matrix products are faster for the gradient to the kernel on this processor,
+    by measurement.
+    """
     high, wide, channels, filters = kernel.shape
     if high % 2 == 0 or wide % 2 == 0:
         return False
@@ -107,11 +143,17 @@ def _suits_products(images: tf.Tensor, kernel: tf.Tensor) -> bool:
     return images.dtype == tf.float32 and slow and channels >= 24 and filters >= 64
 
 
-def _image_gradient(images: tf.Tensor, upstream: tf.Tensor, kernel: tf.Tensor, padding: Padding | str) -> tf.Tensor:
+def _image_gradient(
+    images: tf.Tensor, upstream: tf.Tensor, kernel: tf.Tensor, padding: Padding | str
+) -> tf.Tensor:
     """Return the gradient of a convolution with stride 1 to its images."""
     if isinstance(padding, str):
         return tf.raw_ops.Conv2DBackpropInput(
-            input_sizes=tf.shape(images), filter=kernel, out_backprop=upstream, strides=[1] * 4, padding=padding
+            input_sizes=tf.shape(images),
+            filter=kernel,
+            out_backprop=upstream,
+            strides=[1] * 4,
+            padding=padding,
         )
     turned = tf.transpose(tf.reverse(kernel, [0, 1]), [0, 1, 3, 2])
     sides = [
@@ -128,15 +170,23 @@ def _kernel_gradient(
 ) -> tf.Tensor:
     """Return the gradient of a convolution with stride 1 to its kernel, as matrix products."""
     high, wide, channels, filters = shape
-    sides = [(size // 2, size // 2) for size in (high, wide)] if isinstance(padding, str) else padding[1:3]
+    sides = (
+        [(size // 2, size // 2) for size in (high, wide)]
+        if isinstance(padding, str)
+        else padding[1:3]
+    )
     above_and_below, beside = sides
     height, width = upstream.shape[1:3]
     # rows are the first axis: a shift by a row is a slice without a copy
     rows = tf.pad(tf.transpose(images, [1, 0, 2, 3]), [above_and_below, (0, 0), beside, (0, 0)])
     rows = tf.concat([rows[:, :, column : column + width] for column in range(wide)], -1)
-    outputs = tf.reshape(tf.transpose(upstream, [1, 0, 2, 3]), [-1, filters])  # a tenth faster as the first factor
+    outputs = tf.reshape(
+        tf.transpose(upstream, [1, 0, 2, 3]), [-1, filters]
+    )  # a tenth faster as the first factor
     products = [
-        tf.matmul(outputs, tf.reshape(rows[row : row + height], [-1, wide * channels]), transpose_a=True)
+        tf.matmul(
+            outputs, tf.reshape(rows[row : row + height], [-1, wide * channels]), transpose_a=True
+        )
         for row in range(high)
     ]
     return tf.reshape(tf.transpose(tf.stack(products), [0, 2, 1]), shape)
@@ -146,15 +196,18 @@ def _kernel_gradient(
 
 
 def winograd_conv2d(images: tf.Tensor, kernel: tf.Tensor, height: int, width: int) -> tf.Tensor:
-    """Compute the first `height` x `width` pixels of a SAME convolution with a 3x3 kernel and stride 1.
+    """Compute the first `height` x `width` pixels of a SAME convolution with a 3x3 kernel and
+    stride 1.
 
-    It takes a quarter to a half of the multiplications, where tiles fill the image. A tile of m x m output pixels comes
-    from (m + 2) x (m + 2) pixels of its image. These and the kernel are each transformed to (m + 2)^2 values, which are
-    multiplied value by value and summed over the channels: for each value a product of matrices, [tiles, C] x [C, F]. A
-    third transform gives the output's pixels. The transforms are the source's B, G and A. Here they are products with
+    It takes a quarter to a half of the multiplications, where tiles fill the image. A tile of m x m
+    output pixels comes from (m + 2) x (m + 2) pixels of its image. These and the kernel are each
+    transformed to (m + 2)^2 values, which are multiplied value by value and summed over the
+    channels: for each value a product of matrices, [tiles, C] x [C, F]. A third transform gives the
+    output's pixels. The transforms are the source's B, G and A. Here they are products with
     constant matrices for both directions at once, and so are their gradients.
 
-    Source: A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural Networks", arXiv 1509.09308.
+    Source: A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural Networks", arXiv
+    1509.09308.
 
     Args:
       images: [B, H, W, C], where `height` is H or H - 1, and `width` W or W - 1.
@@ -165,27 +218,38 @@ def winograd_conv2d(images: tf.Tensor, kernel: tf.Tensor, height: int, width: in
     """
     tile = winograd_tile(height, width)
     rows, columns = -(-height // tile), -(-width // tile)
-    from_image, from_kernel, to_output = (tf.constant(matrix, images.dtype) for matrix in winograd_transforms(tile))
+    from_image, from_kernel, to_output = (
+        tf.constant(matrix, images.dtype) for matrix in winograd_transforms(tile)
+    )
     values, (channels, filters) = (tile + 2) ** 2, kernel.shape[2:]
-    image_tiles = _overlapping_tiles(*images.shape[1:], rows, columns, tile)(images)  # [values, B rows columns C]
+    image_tiles = _overlapping_tiles(*images.shape[1:], rows, columns, tile)(
+        images
+    )  # [values, B rows columns C]
     image_values = tf.reshape(tf.matmul(from_image, image_tiles), [values, -1, channels])
-    kernel_values = tf.reshape(tf.matmul(from_kernel, tf.reshape(kernel, [9, -1])), [values, channels, filters])
+    kernel_values = tf.reshape(
+        tf.matmul(from_kernel, tf.reshape(kernel, [9, -1])), [values, channels, filters]
+    )
     products = tf.reshape(tf.matmul(image_values, kernel_values), [values, -1])
     output_tiles = tf.reshape(tf.matmul(to_output, products), [tile**2, -1, filters])
     return _joined_tiles(height, width, rows, columns, tile)(output_tiles)
 
 
 def winograd_tile(height: int, width: int) -> int:
-    """Return the side m of the tiles that take the fewest multiplications for an output of this size."""
-    return min(WINOGRAD_TILES, key=lambda tile: -(-height // tile) * -(-width // tile) * (tile + 2) ** 2)
+    """Return the side m of the tiles that take the fewest multiplications for an output of this
+    size.
+    """
+    return min(
+        WINOGRAD_TILES, key=lambda tile: -(-height // tile) * -(-width // tile) * (tile + 2) ** 2
+    )
 
 
 def winograd_transforms(tile: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the matrices that transform an image tile's pixels, a kernel's, and the sums of products, for a side m.
+    """Return the matrices that transform an image tile's pixels, a kernel's, and the sums of
+    products, for a side m.
 
     Returns:
-      [(m + 2)^2, (m + 2)^2], [(m + 2)^2, 9] and [m^2, (m + 2)^2]: Kronecker products of the transposed B, of G and of
-      the transposed A, each with itself.
+      [(m + 2)^2, (m + 2)^2], [(m + 2)^2, 9] and [m^2, (m + 2)^2]: Kronecker products of the
+      transposed B, of G and of the transposed A, each with itself.
     """
     points = np.array(WINOGRAD_POINTS[: tile + 1], np.float64)
     others = [np.delete(points, index) for index in range(len(points))]
@@ -195,21 +259,30 @@ def winograd_transforms(tile: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         row[: len(roots) + 1] = np.poly(roots)[::-1]
     from_kernel = _values_at(points, 3) / np.array(scale)[:, None]
     to_output = _values_at(points, tile).T
-    return np.kron(from_image, from_image), np.kron(from_kernel, from_kernel), np.kron(to_output, to_output)
+    return (
+        np.kron(from_image, from_image),
+        np.kron(from_kernel, from_kernel),
+        np.kron(to_output, to_output),
+    )
 
 
 def _values_at(points: np.ndarray, count: int) -> np.ndarray:
-    """Return the matrix from `count` coefficients of a polynomial, the constant first, to its values at `points` and
-    at infinity."""
+    """Return the matrix from `count` coefficients of a polynomial, the constant first, to its
+    values at `points` and at infinity.
+    """
     return np.vstack([np.vander(points, count, increasing=True), np.eye(count)[-1:]])
 
 
-# The next two functions are cached, so that XLA compiles each result once for all towers and layers of a size.
+# The next two functions are cached, so that XLA compiles each result once for all towers and layers
+# of a size.
 
 
 @functools.cache
-def _overlapping_tiles(height: int, width: int, channels: int, rows: int, columns: int, tile: int) -> Callable:
-    """Return a function that cuts images into tiles that overlap by two pixels; its gradient sums where they overlap.
+def _overlapping_tiles(
+    height: int, width: int, channels: int, rows: int, columns: int, tile: int
+) -> Callable:
+    """Return a function that cuts images into tiles that overlap by two pixels; its gradient sums
+    where they overlap.
 
     [B, height, width, C] -> [(m + 2)^2, B rows columns C], with zeros around the images.
     """
@@ -217,7 +290,9 @@ def _overlapping_tiles(height: int, width: int, channels: int, rows: int, column
 
     @fused
     def cut(images: tf.Tensor) -> tf.Tensor:
-        beside = [(1, (count + 1) * tile - size - 1) for count, size in ((rows, height), (columns, width))]
+        beside = [
+            (1, (count + 1) * tile - size - 1) for count, size in ((rows, height), (columns, width))
+        ]
         blocks = tf.pad(images, [none, *beside, none])
         blocks = tf.reshape(blocks, [-1, rows + 1, tile, columns + 1, tile, channels])
         high = tf.concat([blocks[:, :-1], blocks[:, 1:, :2]], 2)
@@ -250,13 +325,17 @@ def _joined_tiles(height: int, width: int, rows: int, columns: int, tile: int) -
     @fused
     def join(tiles: tf.Tensor) -> tf.Tensor:
         filters = tiles.shape[-1]
-        blocks = tf.transpose(tf.reshape(tiles, [tile, tile, -1, rows, columns, filters]), [2, 3, 0, 4, 1, 5])
+        blocks = tf.transpose(
+            tf.reshape(tiles, [tile, tile, -1, rows, columns, filters]), [2, 3, 0, 4, 1, 5]
+        )
         return tf.reshape(blocks, [-1, rows * tile, columns * tile, filters])[:, :height, :width]
 
     @fused
     def cut(images: tf.Tensor) -> tf.Tensor:
         filters = images.shape[-1]
-        padded = tf.pad(images, [(0, 0), (0, rows * tile - height), (0, columns * tile - width), (0, 0)])
+        padded = tf.pad(
+            images, [(0, 0), (0, rows * tile - height), (0, columns * tile - width), (0, 0)]
+        )
         blocks = tf.reshape(padded, [-1, rows, tile, columns, tile, filters])
         return tf.reshape(tf.transpose(blocks, [2, 4, 0, 1, 3, 5]), [tile**2, -1, filters])
 

@@ -14,7 +14,9 @@ Shape: TypeAlias = tuple[int | None, ...]
 
 
 def logits_dtype(dtype: str) -> str:
-    """Return the type of the logits of a model with policy `dtype`: float32 or wider, for the loss."""
+    """Return the type of the logits of a model with policy `dtype`: float32 or wider, for the
+    loss.
+    """
     return "float64" if dtype == "float64" else "float32"
 
 
@@ -23,9 +25,9 @@ class Conv2D(keras.layers.Conv2D):
     """Keras's layer, computed by `convolution.conv2d` where possible.
 
     Args:
-      even_output: leave out the last row or column of an output of odd size, which a 2x2 pooling would discard. It is
-        computed nevertheless if the size is not known when the step is traced. It is for SAME convolutions with odd
-        kernels and stride 1.
+      even_output: leave out the last row or column of an output of odd size, which a 2x2 pooling
+        would discard. It is computed nevertheless if the size is not known when the step is traced.
+        It is for SAME convolutions with odd kernels and stride 1.
     """
 
     def __init__(self, *args: Any, even_output: bool = False, **kwargs: Any):
@@ -56,19 +58,23 @@ class Conv2D(keras.layers.Conv2D):
 class BatchNorm(keras.layers.Layer):
     """Batch normalization over [B, H, W] through TensorFlow's fused operation.
 
-    The moments are float32 in any precision. In training, `stateless_call` returns the new moving statistics, from the
-    mean and the unbiased variance of the batch.
+    The moments are float32 in any precision. In training, `stateless_call` returns the new moving
+    statistics, from the mean and the unbiased variance of the batch.
 
     Args:
       momentum: fraction of the moving statistics that a step keeps.
       scale: train a scale for each channel, not only a shift.
-      synchronized: use the moments of the whole batch, not of the tower's shard. This costs three all-reduces of at
-        most two vectors of C numbers, two forward and one backward.
+      synchronized: use the moments of the whole batch, not of the tower's shard. This costs three
+        all-reduces of at most two vectors of C numbers, two forward and one backward.
     """
 
-    epsilon = 1.001e-5  # added to the variance; the smallest that TensorFlow's fused operation takes
+    epsilon = (
+        1.001e-5  # added to the variance; the smallest that TensorFlow's fused operation takes
+    )
 
-    def __init__(self, momentum: float = 0.9, scale: bool = True, synchronized: bool = False, **kwargs: Any):
+    def __init__(
+        self, momentum: float = 0.9, scale: bool = True, synchronized: bool = False, **kwargs: Any
+    ):
         super().__init__(**kwargs)
         self.momentum, self.scale, self.synchronized = momentum, scale, synchronized
 
@@ -77,29 +83,49 @@ class BatchNorm(keras.layers.Layer):
         # autocast=False: the moments and the shift stay float32 where images are bfloat16
         options = {"shape": channels, "autocast": False}
         self.beta = self.add_weight(name="beta", initializer="zeros", **options)
-        self.gamma = self.add_weight(name="gamma", initializer="ones", **options) if self.scale else None
-        self.moving_mean = self.add_weight(name="moving_mean", initializer="zeros", trainable=False, **options)
-        self.moving_variance = self.add_weight(name="moving_variance", initializer="ones", trainable=False, **options)
+        self.gamma = (
+            self.add_weight(name="gamma", initializer="ones", **options) if self.scale else None
+        )
+        self.moving_mean = self.add_weight(
+            name="moving_mean", initializer="zeros", trainable=False, **options
+        )
+        self.moving_variance = self.add_weight(
+            name="moving_variance", initializer="ones", trainable=False, **options
+        )
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         beta = tf.convert_to_tensor(self.beta.value)
         gamma = tf.ones_like(beta) if self.gamma is None else tf.convert_to_tensor(self.gamma.value)
         if not training:
-            mean, variance = (tf.convert_to_tensor(v.value) for v in (self.moving_mean, self.moving_variance))
+            mean, variance = (
+                tf.convert_to_tensor(v.value) for v in (self.moving_mean, self.moving_variance)
+            )
             return _normalize(inputs, gamma, beta, mean, variance)
         if self.synchronized and num_replicas() > 1:
             normalized, mean, variance = _synchronized_batch_norm(inputs, gamma, beta)
         else:
-            normalized, mean, variance = tf.compat.v1.nn.fused_batch_norm(inputs, gamma, beta, epsilon=self.epsilon)
+            normalized, mean, variance = tf.compat.v1.nn.fused_batch_norm(
+                inputs, gamma, beta, epsilon=self.epsilon
+            )
         self.moving_mean.assign(self.momentum * self.moving_mean + (1 - self.momentum) * mean)
-        self.moving_variance.assign(self.momentum * self.moving_variance + (1 - self.momentum) * variance)
+        self.moving_variance.assign(
+            self.momentum * self.moving_variance + (1 - self.momentum) * variance
+        )
         return normalized
 
 
-def _normalize(images: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor) -> tf.Tensor:
+def _normalize(
+    images: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor
+) -> tf.Tensor:
     """Compute gamma (images - mean) / sqrt(variance + epsilon) + beta, per channel."""
     return tf.compat.v1.nn.fused_batch_norm(
-        images, gamma, beta, mean=mean, variance=variance, epsilon=BatchNorm.epsilon, is_training=False
+        images,
+        gamma,
+        beta,
+        mean=mean,
+        variance=variance,
+        epsilon=BatchNorm.epsilon,
+        is_training=False,
     )[0]
 
 
@@ -109,8 +135,8 @@ def _synchronized_batch_norm(
 ) -> tuple[tuple[tf.Tensor, tf.Tensor, tf.Tensor], Callable]:
     """Normalize a shard [B/K, H, W, C] by the moments of all towers' shards together.
 
-    The gradient is that of the norm of the whole batch (S. Ioffe and C. Szegedy, arXiv 1502.03167, section 3), with its
-    two sums over the batch averaged over the towers.
+    The gradient is that of the norm of the whole batch (S. Ioffe and C. Szegedy, arXiv 1502.03167,
+    section 3), with its two sums over the batch averaged over the towers.
 
     Returns:
       The normalized shard, and the mean [C] and unbiased variance [C] of the batch.
@@ -157,7 +183,8 @@ BATCH_NORMS = (BatchNorm, keras.layers.BatchNormalization)
 
 
 def synchronize(model: keras.Model) -> None:
-    """Make all batch norms of a model use the moments of the whole batch: this module's, Keras's and its subclasses.
+    """Make all batch norms of a model use the moments of the whole batch: this module's, Keras's
+    and its subclasses.
 
     Their configurations stay as they were, so a copy of the model is not synchronized.
     """
@@ -180,11 +207,16 @@ class _SynchronizedMoments(keras.layers.BatchNormalization):
 class LocalResponseNorm(keras.layers.Layer):
     """x / (bias + alpha * sum of squares over the 2 radius + 1 nearest channels) ** beta.
 
-    It equals `tf.nn.local_response_normalization`. The sum is computed as a product with a banded channels x channels
-    matrix, in any float type, on any device, at the speed of a 1x1 convolution.
+    It equals `tf.nn.local_response_normalization`. The sum is computed as a product with a banded
+    channels x channels matrix, in any float type, on any device, at the speed of a 1x1 convolution.
     """
 
-    radius, bias, alpha, beta = 4, 1.0, 0.001 / 9, 0.75  # the tutorial's; `call` computes this beta only
+    radius, bias, alpha, beta = (
+        4,
+        1.0,
+        0.001 / 9,
+        0.75,
+    )  # the tutorial's; `call` computes this beta only
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         channels = np.arange(inputs.shape[-1])
@@ -196,7 +228,9 @@ class LocalResponseNorm(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable("cifar_towers")
 class Activation(keras.layers.Layer):
-    """GELU or SiLU, whose forward and backward pass XLA compiles to one pass through memory each, instead of five."""
+    """GELU or SiLU, whose forward and backward pass XLA compiles to one pass through memory each,
+    instead of five.
+    """
 
     def __init__(self, function: str, **kwargs: Any):
         super().__init__(**kwargs)
@@ -207,9 +241,13 @@ class Activation(keras.layers.Layer):
 
 
 def _compiled(function: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Return an elementwise function with forward and backward pass fused; only its input is stored in between."""
+    """Return an elementwise function with forward and backward pass fused; only its input is stored
+    in between.
+    """
 
-    def wide(x: tf.Tensor) -> tf.Tensor:  # XLA's CPU code rounds half types after each operation, at twice the time
+    def wide(
+        x: tf.Tensor,
+    ) -> tf.Tensor:  # XLA's CPU code rounds half types after each operation, at twice the time
         return tf.cast(x, tf.float32) if x.dtype.size == 2 else x
 
     @fused

@@ -8,8 +8,11 @@ import keras
 from cifar_towers.models.layers import BatchNorm, Conv2D, PadChannels, logits_dtype
 
 
-def resnet(image_size: int = 32, dtype: str = "float32", num_classes: int = 10, *, depth: int = 20) -> keras.Model:
-    """Make the net: [B, image_size, image_size, 3] normalized images -> [B, num_classes] logits, float32 or wider.
+def resnet(
+    image_size: int = 32, dtype: str = "float32", num_classes: int = 10, *, depth: int = 20
+) -> keras.Model:
+    """Make the net: [B, image_size, image_size, 3] normalized images -> [B, num_classes] logits,
+    float32 or wider.
 
     Args:
       depth: 6n + 2, for n blocks in each stage.
@@ -24,12 +27,20 @@ def resnet(image_size: int = 32, dtype: str = "float32", num_classes: int = 10, 
             stride = 2 if stage > 0 and block == 0 else 1
             x = _block(x, 16 * 2**stage, stride, f"stage{stage + 1}_block{block + 1}", options)
     x = keras.layers.GlobalAveragePooling2D(name="pool", **options)(x)
-    logits = keras.layers.Dense(num_classes, kernel_initializer="he_normal", name="head", dtype=logits_dtype(dtype))(x)
+    logits = keras.layers.Dense(
+        num_classes, kernel_initializer="he_normal", name="head", dtype=logits_dtype(dtype)
+    )(x)
     return keras.Model(images, logits, name=f"resnet{depth}")
 
 
-def _block(x: keras.KerasTensor, channels: int, stride: int, name: str, options: dict) -> keras.KerasTensor:
-    shortcut = x if x.shape[-1] == channels else PadChannels(channels, stride, name=f"{name}_shortcut", **options)(x)
+def _block(
+    x: keras.KerasTensor, channels: int, stride: int, name: str, options: dict
+) -> keras.KerasTensor:
+    shortcut = (
+        x
+        if x.shape[-1] == channels
+        else PadChannels(channels, stride, name=f"{name}_shortcut", **options)(x)
+    )
     x = _conv_norm(x, channels, stride, f"{name}_1", options)
     x = keras.layers.ReLU(name=f"{name}_relu1", **options)(x)
     x = _conv_norm(x, channels, 1, f"{name}_2", options)
@@ -37,7 +48,9 @@ def _block(x: keras.KerasTensor, channels: int, stride: int, name: str, options:
     return keras.layers.ReLU(name=f"{name}_relu2", **options)(x)
 
 
-def _conv_norm(x: keras.KerasTensor, channels: int, stride: int, name: str, options: dict) -> keras.KerasTensor:
+def _conv_norm(
+    x: keras.KerasTensor, channels: int, stride: int, name: str, options: dict
+) -> keras.KerasTensor:
     conv_options = {"use_bias": False, "kernel_initializer": "he_normal", **options}
     x = Conv2D(channels, 3, stride, "same", name=f"{name}_conv", **conv_options)(x)
     return BatchNorm(momentum=0.9, name=f"{name}_norm", **options)(x)

@@ -1,6 +1,7 @@
 """The small, wide and shallow net of the CIFAR-10 speed records.
 
-Source: K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", arXiv 2404.00498, and its public records.
+Source: K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", arXiv 2404.00498, and its
+public records.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,9 @@ import numpy as np
 
 from cifar_towers.models.layers import Activation, BatchNorm, Conv2D, logits_dtype
 
-WHITENING_FILTERS = 24  # 2x2 patches of 3 channels have 12 principal directions, each with both signs
+WHITENING_FILTERS = (
+    24  # 2x2 patches of 3 channels have 12 principal directions, each with both signs
+)
 
 
 def speednet(
@@ -28,7 +31,8 @@ def speednet(
     residual: bool = False,
     whitening: np.ndarray | None = None,
 ) -> keras.Model:
-    """Make the net: [B, image_size, image_size, 3] normalized images -> [B, num_classes] logits, float32 or wider.
+    """Make the net: [B, image_size, image_size, 3] normalized images -> [B, num_classes] logits,
+    float32 or wider.
 
     Args:
       image_size: if None, the net takes images of any size from 18 pixels.
@@ -37,28 +41,40 @@ def speednet(
       momentum: fraction of the batch norms' moving statistics that each step keeps.
       head_std: initial standard deviation of the head's weights; uniform +-1/sqrt(fan_in) if None.
       residual: add each group's first activation to the output of its last norm.
-      whitening: [2, 2, 3, 24] kernel from `whitening_kernel`; zeros if not given, to be restored from a checkpoint.
+      whitening: [2, 2, 3, 24] kernel from `whitening_kernel`; zeros if not given, to be restored
+        from a checkpoint.
     """
     options: dict[str, Any] = {"dtype": dtype}
     images = keras.Input((image_size, image_size, 3))
     frozen = keras.initializers.Constant(0.0 if whitening is None else whitening)
     x = Whitening(frozen, name="whitening", **options)(images)
     x = Activation("gelu", name="whitening_gelu", **options)(x)
-    conv_options = {"padding": "same", "use_bias": False, "kernel_initializer": IdentityFirst(), **options}
+    conv_options = {
+        "padding": "same",
+        "use_bias": False,
+        "kernel_initializer": IdentityFirst(),
+        **options,
+    }
     for number, width in enumerate(widths, 1):
         group, first = f"group{number}", x
         for index in range(1, convs + 1):
-            x = Conv2D(width, 3, even_output=index == 1, name=f"{group}_conv{index}", **conv_options)(x)
+            x = Conv2D(
+                width, 3, even_output=index == 1, name=f"{group}_conv{index}", **conv_options
+            )(x)
             if index == 1:
                 x = keras.layers.MaxPooling2D(2, name=f"{group}_pool", **options)(x)
             x = BatchNorm(momentum, scale=False, name=f"{group}_norm{index}", **options)(x)
             if index == convs and residual:
                 x = keras.layers.Add(name=f"{group}_add", **options)([x, first])
-            x = Activation(later_activation, name=f"{group}_{later_activation}{index}", **options)(x)
+            x = Activation(later_activation, name=f"{group}_{later_activation}{index}", **options)(
+                x
+            )
             first = x if index == 1 else first
     x = keras.layers.GlobalMaxPooling2D(name="pool", **options)(x)
     initializer = _uniform() if head_std is None else ScaledUniform(head_std)
-    x = keras.layers.Dense(num_classes, use_bias=False, kernel_initializer=initializer, name="head", **options)(x)
+    x = keras.layers.Dense(
+        num_classes, use_bias=False, kernel_initializer=initializer, name="head", **options
+    )(x)
     logits = keras.layers.Rescaling(1 / logit_divisor, dtype=logits_dtype(dtype), name="logits")(x)
     return keras.Model(images, logits, name="speednet")
 
@@ -67,7 +83,9 @@ def speednet(
 class Whitening(keras.layers.Conv2D):
     """2x2 convolution whose kernel is fixed to whiten image patches and whose bias is trained."""
 
-    def __init__(self, kernel_initializer: keras.initializers.Initializer | str = "zeros", **kwargs: Any):
+    def __init__(
+        self, kernel_initializer: keras.initializers.Initializer | str = "zeros", **kwargs: Any
+    ):
         kwargs = {"filters": WHITENING_FILTERS, "kernel_size": 2, **kwargs}
         super().__init__(kernel_initializer=kernel_initializer, **kwargs)
 
@@ -78,7 +96,9 @@ class Whitening(keras.layers.Conv2D):
 
 @keras.saving.register_keras_serializable("cifar_towers")
 class IdentityFirst(keras.initializers.Initializer):
-    """Uniform +-1/sqrt(fan_in), except that the first C_in filters pass their channel's center pixel unchanged."""
+    """Uniform +-1/sqrt(fan_in), except that the first C_in filters pass their channel's center
+    pixel unchanged.
+    """
 
     def __call__(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
         height, width, channels_in, filters = shape
@@ -108,11 +128,13 @@ def whitening_kernel(parts: Iterable[np.ndarray], epsilon: float = 5e-4) -> np.n
     """Compute filters that decorrelate 2x2 patches of images and scale them to unit variance.
 
     Args:
-      parts: images, [n, H, W, 3] normalized floats at a time; the records use the first 960 to 5,000 for training.
+      parts: images, [n, H, W, 3] normalized floats at a time; the records use the first 960 to
+        5,000 for training.
       epsilon: added to each eigenvalue, so that directions of little variance are not amplified.
 
     Returns:
-      [2, 2, 3, 24]: the 12 eigenvectors of the uncentered patch covariance, each divided by the root of its eigenvalue,
+      [2, 2, 3, 24]: the 12 eigenvectors of the uncentered patch covariance, each divided by the
+        root of its eigenvalue,
       then their negatives.
     """
     products, count = np.zeros((12, 12)), 0

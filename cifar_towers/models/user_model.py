@@ -1,7 +1,8 @@
 """A model of the user's own: build it, and check that towers can train it.
 
-Towers call a model several times a step, each time with weights, non-trainable values and seeds passed in. A layer must
-not have other state: no `tf.Variable` besides its weights, no random numbers without a `keras.random.SeedGenerator`.
+Towers call a model several times a step, each time with weights, non-trainable values and seeds
+passed in. A layer must not have other state: no `tf.Variable` besides its weights, no random
+numbers without a `keras.random.SeedGenerator`.
 """
 
 import inspect
@@ -15,20 +16,26 @@ from keras.src.models.functional import Functional
 
 from cifar_towers.errors import UsageError
 from cifar_towers.models.layers import BATCH_NORMS
-from cifar_towers.towers.keras_parallel import overridden_fit_method, synchronized_norm, variable_values
+from cifar_towers.towers.keras_parallel import (
+    overridden_fit_method,
+    synchronized_norm,
+    variable_values,
+)
 
 NUM_IMAGES = 3  # in the batch that a model is checked with
 SUM_TOLERANCE = 0.01  # of an image's probabilities, which may be bfloat16
 
 
-def build_model(function: Callable[..., keras.Model], image_size: int, num_classes: int, policy: str) -> Functional:
+def build_model(
+    function: Callable[..., keras.Model], image_size: int, num_classes: int, policy: str
+) -> Functional:
     """Build the model that `function` returns for [B, image_size, image_size, 3].
 
     Arguments of `function` that are called `image_size`, `num_classes` or `dtype` get their values.
 
     Raises:
-      UsageError: the model overrides what `fit` calls, or has variables that the function has not just made: they would
-        keep what an earlier run trained.
+      UsageError: the model overrides what `fit` calls, or has variables that the function has not
+        just made: they would keep what an earlier run trained.
     """
     created: list[tf.Variable] = []
 
@@ -41,7 +48,9 @@ def build_model(function: Callable[..., keras.Model], image_size: int, num_class
     keras.config.set_dtype_policy(policy)
     try:
         with tf.variable_creator_scope(record):
-            model = function(**{name: value for name, value in arguments.items() if name in parameters})
+            model = function(
+                **{name: value for name, value in arguments.items() if name in parameters}
+            )
             functional = _as_functional(model, image_size)
     finally:
         keras.config.set_dtype_policy(policy_before)
@@ -53,37 +62,65 @@ def build_model(function: Callable[..., keras.Model], image_size: int, num_class
     return functional
 
 
-def check_model(model: Functional, image_size: int, num_classes: int, synchronized: bool = False) -> None:
+def check_model(
+    model: Functional, image_size: int, num_classes: int, synchronized: bool = False
+) -> None:
     """Raise UsageError if towers would train something else than the model says.
 
     Args:
       synchronized: whether batch norms compute their moments over all towers.
     """
     if model.output_shape != (None, num_classes):
-        raise UsageError(f"--model has the output shape {model.output_shape}, not (None, {num_classes}) of logits")
+        raise UsageError(
+            f"--model has the output shape {model.output_shape}, not (None, {num_classes}) of "
+            "logits"
+        )
     paths = [variable.path for variable in model.variables]
     if duplicate := next((path for path in paths if paths.count(path) > 1), ""):
-        raise UsageError(f"--model has two variables called {duplicate}; give the layers different names")
+        raise UsageError(
+            f"--model has two variables called {duplicate}; give the layers different names"
+        )
     variables = [*model.trainable_variables, *model.non_trainable_variables]
-    if narrow := [v.path for v in variables if tf.as_dtype(v.dtype).is_floating and tf.as_dtype(v.dtype).size < 4]:
+    if narrow := [
+        v.path
+        for v in variables
+        if tf.as_dtype(v.dtype).is_floating and tf.as_dtype(v.dtype).size < 4
+    ]:
         raise UsageError(f"--model rounds {narrow[0]} to 16 bits; leave out the layer's dtype")
     if not tf.as_dtype(model.inputs[0].dtype).is_floating:
-        raise UsageError("--model takes integers, and images come normalized, as floats; leave out the Input's dtype")
+        raise UsageError(
+            "--model takes integers, and images come normalized, as floats; leave out the Input's "
+            "dtype"
+        )
     norm = synchronized_norm(model)
     if norm and not synchronized:
-        raise UsageError(f"--model has the synchronized layer {norm}; give --batch_statistics=synchronized")
+        raise UsageError(
+            f"--model has the synchronized layer {norm}; give --batch_statistics=synchronized"
+        )
 
     _, changed = _trace_training(model, image_size)
-    of_norms = {id(v) for layer in model._flatten_layers() if isinstance(layer, BATCH_NORMS) for v in layer.variables}
+    of_norms = {
+        id(v)
+        for layer in model._flatten_layers()
+        if isinstance(layer, BATCH_NORMS)
+        for v in layer.variables
+    }
     statistics = [v.path for v in changed if "float" in v.dtype and id(v) not in of_norms]
     if synchronized and statistics:
-        raise UsageError(f"--batch_statistics=synchronized does not reach {statistics[0]}, of no BatchNormalization")
-    images = np.random.default_rng(0).normal(size=(NUM_IMAGES, image_size, image_size, 3)).astype("f4")
+        raise UsageError(
+            f"--batch_statistics=synchronized does not reach {statistics[0]}, of no "
+            "BatchNormalization"
+        )
+    images = (
+        np.random.default_rng(0).normal(size=(NUM_IMAGES, image_size, image_size, 3)).astype("f4")
+    )
     outputs, _ = model.stateless_call(*variable_values(model), images, training=False)
     outputs = np.asarray(tf.cast(outputs, tf.float32))
     sums_to_one = np.abs(outputs.sum(1) - 1).max() < SUM_TOLERANCE
     if sums_to_one and outputs.min() >= 0 and outputs.max() <= 1:
-        raise UsageError("--model returns probabilities, and the loss takes logits; leave out its softmax")
+        raise UsageError(
+            "--model returns probabilities, and the loss takes logits; leave out its softmax"
+        )
 
 
 def adds_losses(model: Functional, image_size: int) -> bool:
@@ -91,11 +128,14 @@ def adds_losses(model: Functional, image_size: int) -> bool:
     return bool(_trace_training(model, image_size)[0])
 
 
-def _trace_training(model: Functional, image_size: int) -> tuple[list[tf.Tensor], list[keras.Variable]]:
+def _trace_training(
+    model: Functional, image_size: int
+) -> tuple[list[tf.Tensor], list[keras.Variable]]:
     """Return the losses that a training call adds, and the variables that it changes.
 
     Raises:
-      UsageError: a weight has no gradient, a call changes a weight, or it uses a variable that the model does not have.
+      UsageError: a weight has no gradient, a call changes a weight, or it uses a variable that the
+        model does not have.
     """
     variables = [*model.trainable_variables, *model.non_trainable_variables]
     effects: list[list] = []
@@ -108,23 +148,45 @@ def _trace_training(model: Functional, image_size: int) -> tuple[list[tf.Tensor]
             logits = model(images, training=True)
             losses = model.losses
         gradients = tape.gradient([logits, *losses], weights)
-        changed = [variable for variable, value in values if scope.get_current_value(variable) is not value]
+        changed = [
+            variable for variable, value in values if scope.get_current_value(variable) is not value
+        ]
         effects.extend((gradients, losses, changed))
 
-    specs = tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), variable_values(model))
-    graph = call.get_concrete_function(*specs, tf.TensorSpec([NUM_IMAGES, image_size, image_size, 3])).graph
+    specs = tf.nest.map_structure(
+        lambda value: tf.TensorSpec(value.shape, value.dtype), variable_values(model)
+    )
+    graph = call.get_concrete_function(
+        *specs, tf.TensorSpec([NUM_IMAGES, image_size, image_size, 3])
+    ).graph
     gradients, losses, changed = effects
-    if foreign := [op.name for _, value in graph.captures if value.dtype == tf.resource for op in value.consumers()]:
-        raise UsageError(f"--model uses a variable that is not a weight, and towers would share it: see {foreign[0]}")
+    if foreign := [
+        op.name
+        for _, value in graph.captures
+        if value.dtype == tf.resource
+        for op in value.consumers()
+    ]:
+        raise UsageError(
+            "--model uses a variable that is not a weight, and towers would share it: see "
+            f"{foreign[0]}"
+        )
     if lost := [variable.path for variable in changed if variable.trainable]:
-        raise UsageError(f"--model trains {lost[0]} and also changes it in a call, which would be lost")
-    if untrained := [v.path for v, gradient in zip(variables, gradients, strict=False) if gradient is None]:
-        raise UsageError(f"--model has weights without a gradient: {', '.join(untrained)}; set trainable=False")
+        raise UsageError(
+            f"--model trains {lost[0]} and also changes it in a call, which would be lost"
+        )
+    if untrained := [
+        v.path for v, gradient in zip(variables, gradients, strict=False) if gradient is None
+    ]:
+        raise UsageError(
+            f"--model has weights without a gradient: {', '.join(untrained)}; set trainable=False"
+        )
     return losses, changed
 
 
 def _as_functional(model: keras.Model, image_size: int) -> Functional:
-    """Return a model as a graph: of its layers, or of a single layer for a model with a `call` of its own."""
+    """Return a model as a graph: of its layers, or of a single layer for a model with a `call` of
+    its own.
+    """
     if isinstance(model, Functional) and type(model).call is Functional.call:
         return model
     images = keras.Input((image_size, image_size, 3))

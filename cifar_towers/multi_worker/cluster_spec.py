@@ -1,4 +1,6 @@
-"""The workers of a cluster: their addresses, the index of this process, and what they can ask of each other."""
+"""The workers of a cluster: their addresses, the index of this process, and what they can ask of
+each other.
+"""
 
 import dataclasses
 import json
@@ -17,13 +19,14 @@ MAX_TASKS_PER_NODE = 1024  # of a job under Slurm
 class Workers:
     """The workers of a run, as one of them sees them: a process alone, or the workers of a cluster.
 
-    Worker 0 is the chief. All workers call the same methods in the same order, and each method that exchanges values
-    waits for all of them.
+    Worker 0 is the chief. All workers call the same methods in the same order, and each method that
+    exchanges values waits for all of them.
     """
 
     addresses: tuple[str, ...] = ("",)  # host:port of each worker's TensorFlow server
     index: int = 0  # of this process
-    # takes one value on each worker and returns the values of all, in the workers' order; a cluster's is from `connect`
+    # takes one value on each worker and returns the values of all, in the workers' order; a
+    # cluster's is from `connect`
     gather: Callable[[Any], list] = dataclasses.field(default=lambda value: [value], compare=False)
 
     @property
@@ -53,7 +56,8 @@ class Workers:
         """Check that all workers have the chief's values.
 
         Raises:
-          UsageError: naming the first worker and the first value that differ; the same on all workers.
+          UsageError: naming the first worker and the first value that differ; the same on all
+            workers.
         """
         expected, *others = self.gather(dict(values))
         for worker, other in enumerate(others, 1):
@@ -82,31 +86,38 @@ def resolve_cluster(workers: str, worker_index: int, environment: Mapping[str, s
         addresses, index = _from_slurm(environment)
     else:
         raise UsageError(
-            "strategy=multi_worker needs to know its workers; give --workers=host:port,... and --worker_index, or set "
-            "TF_CONFIG, or start it with srun"
+            "strategy=multi_worker needs to know its workers; give --workers=host:port,... and "
+            "--worker_index, or set TF_CONFIG, or start it with srun"
         )
     is_valid = all(re.fullmatch(r"\S+:\d+", address) for address in addresses)
     if not is_valid or len(addresses) < 2 or len(set(addresses)) < len(addresses):
-        raise UsageError(f"workers={','.join(addresses)}: a cluster has two or more workers, each at its own host:port")
+        raise UsageError(
+            f"workers={','.join(addresses)}: a cluster has two or more workers, each at its own "
+            "host:port"
+        )
     if not 0 <= index < len(addresses):
         raise UsageError(f"worker_index={index} is not from 0 to {len(addresses) - 1}")
     return Workers(tuple(addresses), index)
 
 
 def _from_tf_config(content: Mapping[str, Any]) -> tuple[list[str], int]:
-    """Read addresses and index from {"cluster": {"worker": [...]}, "task": {"type": "worker", "index": 0}}.
+    """Read addresses and index from {"cluster": {"worker": [...]}, "task": {"type": "worker",
+    "index": 0}}.
 
     A `chief` is worker 0.
     """
     chiefs, workers = (content["cluster"].get(kind, []) for kind in ("chief", "worker"))
-    first_index = {"chief": 0, "worker": len(chiefs)}[content["task"]["type"]]  # no other task trains
+    first_index = {"chief": 0, "worker": len(chiefs)}[
+        content["task"]["type"]
+    ]  # no other task trains
     return [*chiefs, *workers], first_index + int(content["task"]["index"])
 
 
 def _from_slurm(environment: Mapping[str, str]) -> tuple[list[str], int]:
     """Return addresses and index of a job step's tasks; the job id gives the ports.
 
-    TensorFlow sorts the nodes by name. Slurm does not, so the task's place on its node gives the index.
+    TensorFlow sorts the nodes by name. Slurm does not, so the task's place on its node gives the
+    index.
     """
     import tensorflow as tf  # only here, because the import takes seconds
 

@@ -1,9 +1,11 @@
-"""Coordination of a cluster's workers outside the step: how they meet, exchange values, and end together.
+"""Coordination of a cluster's workers outside the step: how they meet, exchange values, and end
+together.
 
-Everything travels through TensorFlow's server, one port for each worker. Values are gathered by a collective. When a
-worker dies, stops or fails, TensorFlow's coordination service aborts the collectives of all others. Then every
-worker exits with a line that names the lost one, because a worker that restarted alone would be at another step than
-the others. The launcher restarts all workers, and they resume from the last checkpoint.
+Everything travels through TensorFlow's server, one port for each worker. Values are gathered by a
+collective. When a worker dies, stops or fails, TensorFlow's coordination service aborts the
+collectives of all others. Then every worker exits with a line that names the lost one, because a
+worker that restarted alone would be at another step than the others. The launcher restarts all
+workers, and they resume from the last checkpoint.
 """
 
 import contextlib
@@ -24,20 +26,28 @@ from cifar_towers.multi_worker.cluster_spec import ALONE, Workers
 
 JOIN_TIMEOUT_SECONDS = 60  # for the last worker to come
 HEARTBEAT_TIMEOUT_SECONDS = 10  # a worker that is silent for so long is lost
-EXIT_GRACE_SECONDS = 1.0  # for an error to reach the other workers before this one closes its connections
+EXIT_GRACE_SECONDS = (
+    1.0  # for an error to reach the other workers before this one closes its connections
+)
 JOB = "worker"
 TASK = re.compile(rf"/job:{JOB}/(?:replica:0/)?task:(\d+)")
-ABSENT = re.compile(r"timed out task names:\n((?:/job:\S+\n)+)")  # the error of a worker that others did not join
-SERVICE = "/tensorflow.CoordinationService/"  # in errors of workers that no longer reach worker 0, where it runs
+ABSENT = re.compile(
+    r"timed out task names:\n((?:/job:\S+\n)+)"
+)  # the error of a worker that others did not join
+# in errors of workers that no longer reach worker 0, where it runs
+SERVICE = "/tensorflow.CoordinationService/"
 END = re.compile(r"exit code (\d+): ([^\n]*)")
 
 
 @contextlib.contextmanager
-def connect(cluster: Workers | None, make_devices: Callable[[], Any]) -> Iterator[tuple[Workers, Any]]:
-    """Join the workers of a cluster, or work alone without one. An error of one worker ends all with the same line.
+def connect(
+    cluster: Workers | None, make_devices: Callable[[], Any]
+) -> Iterator[tuple[Workers, Any]]:
+    """Join the workers of a cluster, or work alone without one. An error of one worker ends all
+    with the same line.
 
-    Yield the workers, and what `make_devices` returned: first the strategy that joins all workers. The last worker has
-    `JOIN_TIMEOUT_SECONDS` to come.
+    Yield the workers, and what `make_devices` returned: first the strategy that joins all workers.
+    The last worker has `JOIN_TIMEOUT_SECONDS` to come.
 
     Raises:
       WorkerLostError: a worker did not come in time, or was lost later.
@@ -67,20 +77,30 @@ def connect(cluster: Workers | None, make_devices: Callable[[], Any]) -> Iterato
 
 
 def _explain(cluster: Workers, error: BaseException) -> RunError | None:
-    """Return how another worker ended, if an error of TensorFlow's, or its cause, is about that; otherwise None."""
+    """Return how another worker ended, if an error of TensorFlow's, or its cause, is about that;
+    otherwise None.
+    """
     failure = error if isinstance(error, tf.errors.OpError) else error.__cause__
     if not isinstance(failure, tf.errors.OpError):
         return None
     text = str(failure)
     if end := END.search(text):
-        ended = WorkerLostError(end[2]) if int(end[1]) == WorkerLostError.exit_code else RunError(end[2])
+        ended = (
+            WorkerLostError(end[2])
+            if int(end[1]) == WorkerLostError.exit_code
+            else RunError(end[2])
+        )
         ended.exit_code = int(end[1])
         return ended
     if absent := ABSENT.search(text):
         names = ", ".join(cluster.name(int(index)) for index in TASK.findall(absent[1]))
-        return WorkerLostError(f"{names} did not join; start it with the same workers and its worker_index")
+        return WorkerLostError(
+            f"{names} did not join; start it with the same workers and its worker_index"
+        )
     task = TASK.search(text)
-    unreachable = "failed to connect" in text  # then the text may be about this worker, as others see it
+    unreachable = (
+        "failed to connect" in text
+    )  # then the text may be about this worker, as others see it
     index = int(task[1]) if task else 0 if SERVICE in text else cluster.size
     if index >= cluster.size or (index == cluster.index and not unreachable):
         return None
@@ -89,22 +109,23 @@ def _explain(cluster: Workers, error: BaseException) -> RunError | None:
     silent = "heartbeat" in text
     reason = f"sent no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS} s" if silent else "was lost"
     return WorkerLostError(
-        f"{cluster.name(index)} {reason}; the launcher restarts the workers; without it, start all of them again with "
-        "the same list to resume from the last checkpoint"
+        f"{cluster.name(index)} {reason}; the launcher restarts the workers; without it, start "
+        "all of them again with the same list to resume from the last checkpoint"
     )
 
 
-# Values ---------------------------------------------------------------------------------------------------------------
+# Values -------------------------------------------------------------------------------------------
 
 
 def _make_gather(strategy: tf.distribute.Strategy) -> Callable[[Any], list]:
-    """Return a function that gathers a value from every worker; it returns the list in the order of the workers.
+    """Return a function that gathers a value from every worker; it returns the list in the order of
+    the workers.
 
-    All replicas take part in the all-gather. The first replica of a worker sends the worker's value, the others send
-    nothing.
+    All replicas take part in the all-gather. The first replica of a worker sends the worker's
+    value, the others send nothing.
 
-    Values travel pickled, in words of 64 bits, because GPUs exchange no bytes. Pickle adds no danger: who can send to
-    these ports can run code there anyway.
+    Values travel pickled, in words of 64 bits, because GPUs exchange no bytes. Pickle adds no
+    danger: who can send to these ports can run code there anyway.
     """
     num_local = len(strategy.extended.worker_devices)
 
@@ -122,16 +143,20 @@ def _make_gather(strategy: tf.distribute.Strategy) -> Callable[[Any], list]:
         content = pickle.dumps(value)
         words = np.frombuffer(content + bytes(-len(content) % 8), np.int64)
         joined, sizes = (strategy.experimental_local_results(result)[0] for result in gather(words))
-        return [pickle.loads(part.numpy().tobytes()) for part in tf.split(joined, sizes)[::num_local]]
+        return [
+            pickle.loads(part.numpy().tobytes()) for part in tf.split(joined, sizes)[::num_local]
+        ]
 
     return gather_values
 
 
-# TensorFlow's coordination service: these parts of TensorFlow 2.21 have no public API ---------------------------------
+# TensorFlow's coordination service: these parts of TensorFlow 2.21 have no public API -------------
 
 
 def _configure_service(num_workers: int) -> None:
-    """Enable the service, with its heartbeats, for the strategy that is made next, which waits for all workers."""
+    """Enable the service, with its heartbeats, for the strategy that is made next, which waits for
+    all workers.
+    """
     context.context().configure_coordination_service(
         service_type="standalone",
         service_leader=f"/job:{JOB}/replica:0/task:0",
@@ -139,7 +164,9 @@ def _configure_service(num_workers: int) -> None:
         heartbeat_timeout_in_ms=1000 * HEARTBEAT_TIMEOUT_SECONDS,
         coordinated_jobs=[coordination_config_pb2.CoordinatedJob(name=JOB, num_tasks=num_workers)],
     )
-    context.context().coordination_service.cluster_register_with_barrier = True  # its error names who is missing
+    context.context().coordination_service.cluster_register_with_barrier = (
+        True  # its error names who is missing
+    )
 
 
 def _report_error(message: str) -> None:

@@ -1,4 +1,6 @@
-"""The launcher: it starts the workers of a cluster on one machine, and restarts all of them when one fails."""
+"""The launcher: it starts the workers of a cluster on one machine, and restarts all of them when
+one fails.
+"""
 
 import contextlib
 import os
@@ -14,17 +16,30 @@ from typing import Any
 from cifar_towers.errors import DataError, DivergedError, UsageError, interrupt_exit_code
 from cifar_towers.signals import StopSignals
 
-FINAL = (0, UsageError.exit_code, DataError.exit_code, DivergedError.exit_code)  # a restart would not help
-EXIT_TIMEOUT_SECONDS = 15.0  # for the other workers to exit once one has failed; then they are killed
-Started = tuple[subprocess.Popen, threading.Thread | None]  # a process, and the thread that prints its output
+FINAL = (
+    0,
+    UsageError.exit_code,
+    DataError.exit_code,
+    DivergedError.exit_code,
+)  # a restart would not help
+EXIT_TIMEOUT_SECONDS = (
+    15.0  # for the other workers to exit once one has failed; then they are killed
+)
+Started = tuple[
+    subprocess.Popen, threading.Thread | None
+]  # a process, and the thread that prints its output
 
 
-def launch(command: Sequence[str], num_workers: int, max_restarts: int, log: Callable[[str], None]) -> int:
-    """Run a training in `num_workers` local workers, or in one process if it is 0; return its exit code.
+def launch(
+    command: Sequence[str], num_workers: int, max_restarts: int, log: Callable[[str], None]
+) -> int:
+    """Run a training in `num_workers` local workers, or in one process if it is 0; return its exit
+    code.
 
-    Workers meet on the loopback interface, with flags of their own after `command`. A single process may be part of a
-    cluster. After an exit code that is not in `FINAL` all restart, at most `max_restarts` times, and resume. The first
-    signal is forwarded and prevents restarts. A second one ends this process, and the workers stop on their own.
+    Workers meet on the loopback interface, with flags of their own after `command`. A single
+    process may be part of a cluster. After an exit code that is not in `FINAL` all restart, at most
+    `max_restarts` times, and resume. The first signal is forwarded and prevents restarts. A second
+    one ends this process, and the workers stop on their own.
 
     Raises:
       UsageError: this machine has GPUs, and fewer than workers.
@@ -38,19 +53,26 @@ def launch(command: Sequence[str], num_workers: int, max_restarts: int, log: Cal
             break
         if restart < max_restarts:
             name = f"worker {first_failed}" if num_workers else "the process"
-            log(f"{name} ended with exit code {codes[first_failed]}; restart {restart + 1} of at most {max_restarts}")
+            log(
+                f"{name} ended with exit code {codes[first_failed]}; restart {restart + 1} of at "
+                f"most {max_restarts}"
+            )
     return next(filter(None, codes.values()), 0)
 
 
 def free_addresses(count: int) -> tuple[str, ...]:
     """Return loopback addresses with free ports."""
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        listeners = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
         return tuple(f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners)
 
 
 def _run(command: Sequence[str], num_workers: int, signals: StopSignals) -> dict[int, int]:
-    """Start all workers, wait, and return worker -> exit code, in the order in which the workers ended."""
+    """Start all workers, wait, and return worker -> exit code, in the order in which the workers
+    ended.
+    """
     workers = _start_all(command, num_workers) if num_workers else [_start(command)]
     processes = [process for process, _ in workers]
     codes: dict[int, int] = {}
@@ -74,13 +96,18 @@ def _run(command: Sequence[str], num_workers: int, signals: StopSignals) -> dict
 
 
 def _start_all(command: Sequence[str], count: int) -> list[Started]:
-    """Start each worker on its share of this machine's GPUs, and of its cores if there are enough for all."""
+    """Start each worker on its share of this machine's GPUs, and of its cores if there are enough
+    for all.
+    """
     addresses = ",".join(free_addresses(count))
-    cores, gpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [], _gpus()
+    cores, gpus = (
+        sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+        _gpus(),
+    )
     if 0 < len(gpus) < count:
         raise UsageError(
-            f"num_workers={count} needs a GPU for each, and this machine has {len(gpus)}; give fewer workers, or set "
-            "CUDA_VISIBLE_DEVICES= to train on CPUs"
+            f"num_workers={count} needs a GPU for each, and this machine has {len(gpus)}; give "
+            "fewer workers, or set CUDA_VISIBLE_DEVICES= to train on CPUs"
         )
     workers = []
     for index in range(count):
@@ -95,12 +122,21 @@ def _start_all(command: Sequence[str], count: int) -> list[Started]:
     return workers
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str] = {}, prefix: str = "") -> Started:
-    """Start a process that shares this one's output. With a `prefix`, a thread puts the prefix before each line.
+def _start(
+    command: Sequence[str], environment: Mapping[str, str] = {}, prefix: str = ""
+) -> Started:
+    """Start a process that shares this one's output. With a `prefix`, a thread puts the prefix
+    before each line.
 
-    It has a process group of its own: after Ctrl-C it gets the signal from this process, and not from the terminal too.
+    It has a process group of its own: after Ctrl-C it gets the signal from this process, and not
+    from the terminal too.
     """
-    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    output: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "errors": "replace",
+    }
     process = subprocess.Popen(
         command, env={**os.environ, **environment}, process_group=0, **(output if prefix else {})
     )
@@ -119,15 +155,23 @@ def _print_lines(lines: Iterable[str], prefix: str) -> None:
 
 def _share(items: Sequence, index: int, count: int) -> Sequence:
     """Return the share of one of `count` workers; empty if there are fewer items than workers."""
-    return items[len(items) * index // count : len(items) * (index + 1) // count] if len(items) >= count else []
+    return (
+        items[len(items) * index // count : len(items) * (index + 1) // count]
+        if len(items) >= count
+        else []
+    )
 
 
 def _gpus() -> list[str]:
     """List the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name and name != "-1"]
+        return [
+            name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name and name != "-1"
+        ]
     try:
-        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=10, check=True)
+        listed = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return []
     return [str(index) for index in range(len(listed.stdout.splitlines()))]

@@ -1,4 +1,6 @@
-"""Progress in the terminal: a live line for a person, one plain line per epoch for a pipe or a notebook."""
+"""Progress in the terminal: a live line for a person, one plain line per epoch for a pipe or a
+notebook.
+"""
 
 import contextlib
 import datetime
@@ -37,13 +39,19 @@ class _TolerantConsole(Console):
 
 
 class Progress:
-    """The progress of a run of this length, printed unless `quiet`; the live line needs a terminal."""
+    """The progress of a run of this length, printed unless `quiet`; the live line needs a
+    terminal.
+    """
 
     def __init__(self, length: RunLength, console: Console | None = None, quiet: bool = False):
         self.console = console or _TolerantConsole(
             # not rich's own guess: in notebooks FORCE_COLOR is set
-            highlight=False, soft_wrap=True, quiet=quiet, force_terminal=sys.stdout.isatty(), force_jupyter=False
-        )  # fmt: skip
+            highlight=False,
+            soft_wrap=True,
+            quiet=quiet,
+            force_terminal=sys.stdout.isatty(),
+            force_jupyter=False,
+        )
         self._length = length
         self._live: progress.Progress | None = None
 
@@ -54,17 +62,26 @@ class Progress:
     def step(self, status: ProgressStatus) -> None:
         """Show a step on the live line, with a bar of its epoch."""
         done = (status.step - 1) % self._length.steps_per_epoch + 1
-        self.activity(f"{self._describe(status)}  rate {status.learning_rate:.4g}", done / self._length.steps_per_epoch)
+        self.activity(
+            f"{self._describe(status)}  rate {status.learning_rate:.4g}",
+            done / self._length.steps_per_epoch,
+        )
 
     def activity(self, text: str, done: float | None = None) -> None:
-        """Show on the live line what the run does, with the fraction `done` of it or a moving bar."""
+        """Show on the live line what the run does, with the fraction `done` of it or a moving
+        bar.
+        """
         if not self.console.is_terminal or self.console.quiet:
             return
         if not self._live:
-            column = progress.TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
+            column = progress.TextColumn(
+                "{task.description}", markup=False, table_column=Column(no_wrap=True)
+            )
             bar = progress.BarColumn(20)
             stderr = sys.stderr.isatty()
-            self._live = progress.Progress(bar, column, console=self.console, transient=True, redirect_stderr=stderr)
+            self._live = progress.Progress(
+                bar, column, console=self.console, transient=True, redirect_stderr=stderr
+            )
             self._live.add_task("")
             self._live.start()
         (task,) = self._live.tasks
@@ -74,7 +91,10 @@ class Progress:
     def epoch(self, status: ProgressStatus) -> None:
         """Print the means of an epoch."""
         self.pause()
-        self.log(self._describe(status) + (f"  saved step {status.saved_step}" if status.saved_step else ""))
+        self.log(
+            self._describe(status)
+            + (f"  saved step {status.saved_step}" if status.saved_step else "")
+        )
 
     def pause(self) -> None:
         """Remove the live line, so that other lines can be printed."""
@@ -84,7 +104,10 @@ class Progress:
 
     def _describe(self, status: ProgressStatus) -> str:
         """Return the values of a line; an unknown one is `-`."""
-        epoch, epochs = (f"{step / self._length.steps_per_epoch:.2f}" for step in (status.step, self._length.last))
+        epoch, epochs = (
+            f"{step / self._length.steps_per_epoch:.2f}"
+            for step in (status.step, self._length.last)
+        )
         left = format_seconds(status.seconds_left) if status.seconds_left else "-"
         values = f"loss {status.loss:.4f}  accuracy {100 * status.accuracy:5.2f} %"
         speed = f"{format_rate(status.images_per_sec):>6} images/s  {left:>8} left"

@@ -1,4 +1,6 @@
-"""The records of a run in metrics.jsonl, and numbers as text. Imports neither NumPy nor TensorFlow."""
+"""The records of a run in metrics.jsonl, and numbers as text. Imports neither NumPy nor
+TensorFlow.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +11,9 @@ from cifar_towers import files
 
 
 class JsonlWriter:
-    """The records in metrics.jsonl, one JSON object per line; an error of writing is logged once."""
+    """The records in metrics.jsonl, one JSON object per line; an error of writing is logged
+    once.
+    """
 
     def __init__(self, train_dir: Path):
         self._path = train_dir / files.METRICS
@@ -27,7 +31,9 @@ class JsonlWriter:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a metrics.jsonl, if it exists, without lines that a crash or a full disk cut short."""
+    """Yield the records of a metrics.jsonl, if it exists, without lines that a crash or a full disk
+    cut short.
+    """
     if not path.exists():
         return
     for line in path.read_text(errors="replace").splitlines():
@@ -39,7 +45,9 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def format_number(value: float | None, spec: str) -> str:
-    """Return a number as text, or `-` for None. JSON files hold `null` for unknown and non-finite numbers."""
+    """Return a number as text, or `-` for None. JSON files hold `null` for unknown and non-finite
+    numbers.
+    """
     return "-" if value is None else format(value, spec)
 
 
@@ -53,7 +61,11 @@ def format_rate(images_per_sec: float | None) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Return rows with equally many cells as aligned text; the columns `left` are left-justified."""
+    """Return rows with equally many cells as aligned text; the columns `left` are
+    left-justified.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cell_formats = [f"{{:{'<' if column in left else '>'}{width}}}" for column, width in enumerate(widths)]
+    cell_formats = [
+        f"{{:{'<' if column in left else '>'}{width}}}" for column, width in enumerate(widths)
+    ]
     return "\n".join("  ".join(cell_formats).format(*row).rstrip() for row in rows)

@@ -1,4 +1,6 @@
-"""Everything a run tells of itself: on the terminal, in JSON files, in TensorBoard, and to callbacks of the user's."""
+"""Everything a run tells of itself: on the terminal, in JSON files, in TensorBoard, and to
+callbacks of the user's.
+"""
 
 import contextlib
 import copy
@@ -40,18 +42,36 @@ from cifar_towers.towers import Tower, placement_report
 from cifar_towers.training.diagnostics import StepDiagnostics
 from cifar_towers.training.step import FinishedStep, StepMetrics, without_gradients
 
-PACKAGES = ("cifar-towers", "tensorflow", "keras", "tensorflow-datasets", "tensorboard", "numpy", "absl-py")
+PACKAGES = (
+    "cifar-towers",
+    "tensorflow",
+    "keras",
+    "tensorflow-datasets",
+    "tensorboard",
+    "numpy",
+    "absl-py",
+)
 SCALARS_PER_SUMMARY = 10  # scalars are written this many times as often as whole summaries
 RECORDED = {  # key of a training record in metrics.jsonl -> tag of the same value in TensorBoard
-    "loss": "loss", "accuracy": "accuracy", "gradient_norm": "health/gradient_norm",
-    "skipped_steps": "health/skipped_steps", "images_per_sec": "speed/images_per_sec", "input_wait": "speed/input_wait",
-}  # fmt: skip
-EVALUATED = ("accuracy", "loss", "ece")  # keys of an evaluation's record, and beginnings of their tags
+    "loss": "loss",
+    "accuracy": "accuracy",
+    "gradient_norm": "health/gradient_norm",
+    "skipped_steps": "health/skipped_steps",
+    "images_per_sec": "speed/images_per_sec",
+    "input_wait": "speed/input_wait",
+}
+EVALUATED = (
+    "accuracy",
+    "loss",
+    "ece",
+)  # keys of an evaluation's record, and beginnings of their tags
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSetup:
-    """The parts that a run is made from: settings, data, devices, workers, length and clock. It is made once."""
+    """The parts that a run is made from: settings, data, devices, workers, length and clock. It is
+    made once.
+    """
 
     config: TrainConfig
     dataset: Dataset
@@ -71,7 +91,9 @@ class RunSetup:
 
 
 class RunLogger:
-    """The log of one run. On workers other than worker 0, which reports the run, nothing is printed or drawn."""
+    """The log of one run. On workers other than worker 0, which reports the run, nothing is printed
+    or drawn.
+    """
 
     def __init__(self, setup: RunSetup, model: keras.Model, callbacks: "Callbacks"):
         self.setup, self.model, self.callbacks = setup, model, callbacks
@@ -84,7 +106,9 @@ class RunLogger:
         self._epoch: list[StepMetrics] = []
         self.saved_step = 0  # the newest checkpoint since the last epoch; 0: none
         self._unwritten: dict[str, dict] = {}  # file name -> content
-        self._profile_errors = files.BestEffortWrites(self.directory / TRAIN, (OSError, tf.errors.OpError))
+        self._profile_errors = files.BestEffortWrites(
+            self.directory / TRAIN, (OSError, tf.errors.OpError)
+        )
         self._is_profiled = False  # whether a trace is running
 
     def log_start(self) -> None:
@@ -95,28 +119,42 @@ class RunLogger:
         trainable = sum(math.prod(variable.shape) for variable in self.model.trainable_variables)
         parts = f" in {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
         self.log(
-            f"{config.name} seed {config.seed}: {config.model}, {self.model.count_params():,} parameters "
-            f"({trainable:,} trainable), {self.setup.precision}; {count(num_towers, 'tower')} of "
-            f"{config.batch_size // num_towers} images{parts} on "
-            f"{', '.join(tower.device for tower in self.setup.local_towers)} (strategy {config.strategy})"
+            f"{config.name} seed {config.seed}: {config.model}, {self.model.count_params():,} "
+            f"parameters ({trainable:,} trainable), {self.setup.precision}; "
+            f"{count(num_towers, 'tower')} of {config.batch_size // num_towers} images{parts} on "
+            f"{', '.join(tower.device for tower in self.setup.local_towers)} (strategy "
+            f"{config.strategy})"
         )
         hardest = f", the hardest of {config.hard_example_pool}" if config.hard_example_pool else ""
-        images, steps = count(len(dataset.train.labels), "training image"), count(self.length.last, "step")
+        images, steps = (
+            count(len(dataset.train.labels), "training image"),
+            count(self.length.last, "step"),
+        )
         self.log(
-            f"{dataset.name}: {images}; {steps} of {config.batch_size}{hardest}, {self.length.steps_per_epoch} "
-            f"per epoch; writing to {self.directory}"
+            f"{dataset.name}: {images}; {steps} of {config.batch_size}{hardest}, "
+            f"{self.length.steps_per_epoch} per epoch; writing to {self.directory}"
         )
 
     def open(self, step: int) -> None:
-        """Open the files of a run that starts or resumes at `step`, and write its settings and environment."""
+        """Open the files of a run that starts or resumes at `step`, and write its settings and
+        environment.
+        """
         kept = step or -1  # a start that was aborted at step 0 may have had other settings
         self.metrics.keep(lambda record: record["step"] <= kept)
         with files.BestEffortWrites(self.directory / files.RESULT):
-            (self.directory / files.RESULT).unlink(missing_ok=True)  # of a run that ended earlier, and is continued
-        self._unwritten = {files.CONFIG: dataclasses.asdict(self.config), files.ENVIRONMENT: describe_run(self.setup)}
+            (self.directory / files.RESULT).unlink(
+                missing_ok=True
+            )  # of a run that ended earlier, and is continued
+        self._unwritten = {
+            files.CONFIG: dataclasses.asdict(self.config),
+            files.ENVIRONMENT: describe_run(self.setup),
+        }
         self._write_unwritten()
         if step == 0:
-            hparams = recipe_fields(self.config) | {"seed": self.config.seed, "strategy": self.config.strategy}
+            hparams = recipe_fields(self.config) | {
+                "seed": self.config.seed,
+                "strategy": self.config.strategy,
+            }
             hparams |= {"towers": len(self.setup.step_towers), "precision": self.setup.precision}
             self.tensorboard.start(hparams | {"dataset": self.setup.dataset.name})
         self.callbacks.start()
@@ -131,7 +169,9 @@ class RunLogger:
         self.progress.pause()
 
     def profile(self, step: int, finished: Sequence[FinishedStep] = ()) -> None:
-        """Begin the trace of --profile_steps, for TensorBoard's tab PROFILE, if `step` is its start; or end it."""
+        """Begin the trace of --profile_steps, for TensorBoard's tab PROFILE, if `step` is its
+        start; or end it.
+        """
         first, last = parse_profile_steps(self.config.profile_steps) or (-1, -1)
         if first == step < self.length.last and not self.quiet:
             with self._profile_errors:
@@ -141,7 +181,9 @@ class RunLogger:
             self.close()
 
     def log_graph(self, function: tf.types.experimental.ConcreteFunction) -> None:
-        """Draw the traced step in TensorBoard, and print its devices with --log_device_placement."""
+        """Draw the traced step in TensorBoard, and print its devices with
+        --log_device_placement.
+        """
         self.tensorboard.write_graph(function)
         if self.config.log_device_placement:
             self.log(placement_report(function, self.setup.step_towers))
@@ -150,13 +192,19 @@ class RunLogger:
         """Return whether step `step` is a summary step."""
         return _is_due(step, self.config.summary_every_steps) or step == self.length.last
 
-    def log_step(self, finished: FinishedStep, diagnostics: StepDiagnostics | None, skipped_steps: int) -> None:
-        """Show and write the metrics of a step, its learning rates by parameter group, and its diagnostics, if any."""
+    def log_step(
+        self, finished: FinishedStep, diagnostics: StepDiagnostics | None, skipped_steps: int
+    ) -> None:
+        """Show and write the metrics of a step, its learning rates by parameter group, and its
+        diagnostics, if any.
+        """
         step, metrics, rates = finished.step, finished.metrics, finished.learning_rates
         self._epoch.append(without_gradients(metrics))
         rate, (images_per_sec, input_wait) = next(iter(rates.values())), self.timer.recent_rates()
         self.progress.step(self._status(step, metrics.loss, metrics.accuracy, rate))
-        if not diagnostics and not _is_due(step, math.ceil(self.config.summary_every_steps / SCALARS_PER_SUMMARY)):
+        if not diagnostics and not _is_due(
+            step, math.ceil(self.config.summary_every_steps / SCALARS_PER_SUMMARY)
+        ):
             return
         record = {
             "step": step,
@@ -179,7 +227,9 @@ class RunLogger:
         self.metrics.write(kind="train", **record)
         self.callbacks.step(step, record)
         scalars = {tag: record[key] for key, tag in RECORDED.items()}
-        scalars["speed/step_seconds"] = self.config.batch_size / images_per_sec if images_per_sec else None
+        scalars["speed/step_seconds"] = (
+            self.config.batch_size / images_per_sec if images_per_sec else None
+        )
         scalars |= {f"learning_rate/{group}": rate for group, rate in rates.items()}
         scalars |= {f"losses/{term} (raw)": loss for term, loss in metrics.losses.items()}
         scalars |= {f"losses/{term}": loss for term, loss in metrics.smoothed_losses.items()}
@@ -189,14 +239,18 @@ class RunLogger:
             scalars |= memory_usage(self.setup.local_towers)
             if len(self.setup.step_towers) > 1:
                 scalars |= tower_scalars(record)
-        self.tensorboard.write(TRAIN, step, {tag: value for tag, value in scalars.items() if value is not None})
+        self.tensorboard.write(
+            TRAIN, step, {tag: value for tag, value in scalars.items() if value is not None}
+        )
         if diagnostics and metrics.updated and not self.quiet:
             self._write_diagnostics(step, diagnostics)
 
     def log_epoch(self, step: int, rates: Mapping[str, float], scores: Sequence[dict]) -> None:
         """Print the means over an epoch, or its part in this process, and the scores at its end."""
         updated = [metrics for metrics in self._epoch if metrics.updated] or self._epoch
-        loss, accuracy = (float(np.mean([getattr(m, name) for m in updated])) for name in ("loss", "accuracy"))
+        loss, accuracy = (
+            float(np.mean([getattr(m, name) for m in updated])) for name in ("loss", "accuracy")
+        )
         self.progress.epoch(self._status(step, loss, accuracy, next(iter(rates.values()))))
         if len(self._epoch) <= (step - 1) % self.length.steps_per_epoch:
             self.log(f"  mean of {count(len(self._epoch), 'step')}, since the resume")
@@ -208,42 +262,60 @@ class RunLogger:
         images_per_sec, _ = self.timer.recent_rates()
         images_left = (self.length.last - step) * self.config.batch_size
         seconds_left = images_left / images_per_sec if images_per_sec else None
-        return ProgressStatus(step, loss, accuracy, rate, images_per_sec, seconds_left, self.saved_step)
+        return ProgressStatus(
+            step, loss, accuracy, rate, images_per_sec, seconds_left, self.saved_step
+        )
 
     def log_evaluation(
         self, step: int, evaluations: Sequence[Evaluation], splits: Mapping[str, Split], final: bool
     ) -> list[dict]:
-        """Write the evaluations after `step`, and return their records. Draw the `final` one that the run reports."""
+        """Write the evaluations after `step`, and return their records. Draw the `final` one that
+        the run reports.
+        """
         records = [evaluation_record(evaluation) for evaluation in evaluations]
         epoch, seconds = step / self.length.steps_per_epoch, training_seconds(self.timer.seconds)
         for record in records:
-            self.metrics.write(kind="eval", step=step, epoch=epoch, training_seconds=seconds, **record)
+            self.metrics.write(
+                kind="eval", step=step, epoch=epoch, training_seconds=seconds, **record
+            )
             self.callbacks.evaluation(step, record)
-            self.tensorboard.write(EVAL, step, {f"{key}/{score_name(record)}": record[key] for key in EVALUATED})
+            self.tensorboard.write(
+                EVAL, step, {f"{key}/{score_name(record)}": record[key] for key in EVALUATED}
+            )
         self._write_unwritten()
         if final and not self.quiet:
             score = reported_score(records)
-            reported = next(e for e, record in zip(evaluations, records, strict=True) if record is score)
+            reported = next(
+                e for e, record in zip(evaluations, records, strict=True) if record is score
+            )
             self._draw(step, reported, splits[reported.split])
         return records
 
     def begin_final_evaluation(self, step: int, splits: Mapping[str, Split]) -> None:
-        """Print what will be evaluated, as that may take minutes, and remove evaluations after `step`, if any."""
+        """Print what will be evaluated, as that may take minutes, and remove evaluations after
+        `step`, if any.
+        """
         self.progress.pause()
-        images = " and ".join(count(len(split.labels), f"{name} image") for name, split in splits.items())
+        images = " and ".join(
+            count(len(split.labels), f"{name} image") for name, split in splits.items()
+        )
         tta = f", without TTA and with TTA {self.config.tta}" if self.config.tta else ""
         self.log(f"evaluating on {images}{tta}")
         self.metrics.keep(lambda record: (record["kind"], record["step"]) != ("eval", step))
 
     def log_result(self, result: Mapping[str, Any]) -> None:
-        """Print the result, before anything that can fail; the score that the run reports comes last."""
+        """Print the result, before anything that can fail; the score that the run reports comes
+        last.
+        """
         self.progress.pause()
         reported = reported_score(result["evaluations"])
         for score in result["evaluations"]:
             if score is not reported:
                 self.log(describe_score(score))
         total = format_seconds(sum(result["seconds"].values()))
-        seconds = ", ".join(f"{phase} {each:.0f} s" for phase, each in result["seconds"].items() if each >= 0.5)
+        seconds = ", ".join(
+            f"{phase} {each:.0f} s" for phase, each in result["seconds"].items() if each >= 0.5
+        )
         self.log(f"step {result['step']} after {total}: {seconds}")
         rate = result["images_per_sec"]
         speed = f"{format_rate(rate)} images/s" if rate else "too few steps to time"
@@ -263,14 +335,18 @@ class RunLogger:
         with files.BestEffortWrites(self.directory / files.RESULT):
             files.write_json(self.directory / files.RESULT, result)
         final = {"final/training_seconds": training_seconds(result["seconds"])}
-        final |= {"final/images_per_sec": result["images_per_sec"]} if result["images_per_sec"] else {}
+        final |= (
+            {"final/images_per_sec": result["images_per_sec"]} if result["images_per_sec"] else {}
+        )
         self.tensorboard.write(EVAL, result["step"], final)
         self.log(f"written to {self.directory}; next:")
         for line in next_commands(self.config, self.setup.banner):
             self.log(f"  {line}")
 
     def _write_unwritten(self) -> None:
-        """Write config.json and environment.json, unless they are written: nobody can use the run without them."""
+        """Write config.json and environment.json, unless they are written: nobody can use the run
+        without them.
+        """
         for name, content in list(self._unwritten.items()):
             with files.BestEffortWrites(self.directory / name):
                 files.write_json(self.directory / name, content)
@@ -280,7 +356,9 @@ class RunLogger:
         """Write the images and histograms of a summary step that was not skipped."""
         info = self.setup.dataset.info
         labels = [info.class_names[label] for label in diagnostics.labels]
-        levels = denormalize(diagnostics.images, info if self.config.standardize == "dataset" else None)
+        levels = denormalize(
+            diagnostics.images, info if self.config.standardize == "dataset" else None
+        )
         picture = figures.image_grid(levels, labels, columns=4)
         self.tensorboard.write_diagnostics(step, picture, diagnostics)
 
@@ -289,15 +367,22 @@ class RunLogger:
 
         There is no picture of the confusion matrix of more than `figures.MAX_CLASSES` classes.
         """
-        score, names, mistakes = evaluation.score, self.setup.dataset.info.class_names, evaluation.score.mistakes
+        score, names, mistakes = (
+            evaluation.score,
+            self.setup.dataset.info.class_names,
+            evaluation.score.mistakes,
+        )
         captions = [
-            f"{names[probabilities.argmax()]} {100 * probabilities.max():.0f} %\nis {names[label]}\nimage {index}"
+            f"{names[probabilities.argmax()]} {100 * probabilities.max():.0f} %\nis "
+            f"{names[label]}\nimage {index}"
             for index, probabilities, label in zip(
                 mistakes, score.probabilities[mistakes], split.labels[mistakes], strict=True
             )
         ]
         title = f"{score_name(evaluation._asdict())}, step {step}"
-        grid = figures.image_grid(split.images[mistakes], captions, f"most confident mistakes, {title}")
+        grid = figures.image_grid(
+            split.images[mistakes], captions, f"most confident mistakes, {title}"
+        )
         pictures = [(files.MISTAKES, "mistakes", grid)]
         if len(names) <= figures.MAX_CLASSES:
             matrix = figures.confusion_matrix(score.confusion, names, title)
@@ -305,13 +390,16 @@ class RunLogger:
         for file, _, picture in pictures:
             with files.BestEffortWrites(self.directory / file):
                 files.write_whole(self.directory / file, figures.png(picture))
-        self.tensorboard.write(EVAL, step, {}, {f"{tag}/{evaluation.split}": picture for _, tag, picture in pictures})
+        self.tensorboard.write(
+            EVAL, step, {}, {f"{tag}/{evaluation.split}": picture for _, tag, picture in pictures}
+        )
 
 
 def denormalize(images: np.ndarray, info: DatasetInfo | None) -> np.ndarray:
     """Convert normalized images [n, size, size, 3] to levels 0..255 of uint8.
 
-    Without `info`, as for images that were normalized one by one, stretch the range of each image to 0..255.
+    Without `info`, as for images that were normalized one by one, stretch the range of each image
+    to 0..255.
     """
     if info:
         levels = images * info.std + info.mean
@@ -325,15 +413,16 @@ def _is_due(step: int, period: int) -> bool:
     return period > 0 and step % period == 0
 
 
-# Callbacks: functions and objects of the user's that are told what a run does, such as a metrics tracker --------------
+# Callbacks of the user's, such as a metrics tracker -----------------------------------------------
 
 
 class Callbacks:
     """The callbacks of one training. After the first error in one of them only `on_end` is called.
 
     Args:
-      callbacks: objects with any of `on_start(run)`, `on_step(step, metrics)`, `on_evaluation(step, evaluation)` and
-        `on_end(run)`. An object without `on_step` that can be called is an `on_step`.
+      callbacks: objects with any of `on_start(run)`, `on_step(step, metrics)`, `on_evaluation(step,
+        evaluation)` and `on_end(run)`. An object without `on_step` that can be called is an
+        `on_step`.
 
     Attributes:
       error: the first error in a callback. The run raises it once its step is saved.
@@ -347,7 +436,9 @@ class Callbacks:
         self._started: list[Any] = []  # callbacks whose `on_start` was called
         for each in self._callbacks:
             if not (callable(each) or any(hasattr(each, method) for method in self.METHODS)):
-                raise UsageError(f"callback {each!r} cannot be called and has none of {', '.join(self.METHODS)}")
+                raise UsageError(
+                    f"callback {each!r} cannot be called and has none of {', '.join(self.METHODS)}"
+                )
 
     def start(self) -> None:
         """Call `on_start` of every callback: the run starts or resumes."""
@@ -357,8 +448,12 @@ class Callbacks:
                 self._call(callback, "on_start", self._run)
 
     def step(self, step: int, record: Mapping[str, Any]) -> None:
-        """Pass on a step's record of metrics.jsonl, as floats by name; a tower's values as `tower_0/loss`."""
-        metrics = {name: float(value) for name, value in record.items() if isinstance(value, numbers.Real)}
+        """Pass on a step's record of metrics.jsonl, as floats by name; a tower's values as
+        `tower_0/loss`.
+        """
+        metrics = {
+            name: float(value) for name, value in record.items() if isinstance(value, numbers.Real)
+        }
         self._call_each("on_step", step, metrics | tower_scalars(record))
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
@@ -367,7 +462,9 @@ class Callbacks:
 
     @contextlib.contextmanager
     def until_end(self) -> Iterator[None]:
-        """At the end of the context, call `on_end` of every started callback, then raise the error that is left."""
+        """At the end of the context, call `on_end` of every started callback, then raise the error
+        that is left.
+        """
         try:
             yield
         finally:
@@ -382,7 +479,9 @@ class Callbacks:
                 self._call(callback, name, *copy.deepcopy(arguments))  # which a callback may change
 
     def _call(self, callback: Any, name: str, *arguments: Any) -> None:
-        method = getattr(callback, name, callback if name == "on_step" and callable(callback) else None)
+        method = getattr(
+            callback, name, callback if name == "on_step" and callable(callback) else None
+        )
         try:
             if method:
                 method(*arguments)
@@ -390,19 +489,31 @@ class Callbacks:
             self.error = self.error or error
 
 
-# Values of records, and what environment.json says of the run and its machine -----------------------------------------
+# Values of records, and what environment.json says of the run and its machine ---------------------
 
 
 def tower_scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the towers' values in a step's record, if any, by name: {"loss": [K]} as `tower_0/loss`, ..."""
+    """Return the towers' values in a step's record, if any, by name: {"loss": [K]} as
+    `tower_0/loss`, ...
+    """
     named = record.get("towers", {}).items()
-    return {f"tower_{tower}/{name}": value for name, values in named for tower, value in enumerate(values)}
+    return {
+        f"tower_{tower}/{name}": value
+        for name, values in named
+        for tower, value in enumerate(values)
+    }
 
 
 def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
-    """Return the record of an evaluation in metrics.jsonl and result.json. Large confusion matrices are left out."""
+    """Return the record of an evaluation in metrics.jsonl and result.json. Large confusion matrices
+    are left out.
+    """
     score = evaluation.score
-    record = {"split": evaluation.split, "weights": evaluation.weights, "tta": evaluation.tta} | score.record()
+    record = {
+        "split": evaluation.split,
+        "weights": evaluation.weights,
+        "tta": evaluation.tta,
+    } | score.record()
     if len(score.confusion) <= figures.MAX_CLASSES:
         record["confusion"] = score.confusion.tolist()
     return record
@@ -424,7 +535,10 @@ def describe_run(setup: RunSetup) -> dict[str, Any]:
 def describe_machine() -> dict[str, Any]:
     """Return command, versions, processor and git revision of this process."""
     return {
-        "command": ["cifar-towers" if sys.argv[0].endswith("__main__.py") else sys.argv[0], *sys.argv[1:]],
+        "command": [
+            "cifar-towers" if sys.argv[0].endswith("__main__.py") else sys.argv[0],
+            *sys.argv[1:],
+        ],
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": cpuinfo("model name") or platform.processor() or platform.machine(),
@@ -436,9 +550,16 @@ def describe_machine() -> dict[str, Any]:
 
 
 def next_commands(config: TrainConfig, banner: str) -> list[str]:
-    """Return what to type after a training. With a `banner`, the data are synthetic and read from no directory."""
-    run = [f"--train_dir={config.directory}", *([f"--model={config.model}"] if config.user_model else [])]
-    data = [f"--dataset={config.dataset}"] if split_path(config.dataset)[0] else []  # where it is now
+    """Return what to type after a training. With a `banner`, the data are synthetic and read from
+    no directory.
+    """
+    run = [
+        f"--train_dir={config.directory}",
+        *([f"--model={config.model}"] if config.user_model else []),
+    ]
+    data = (
+        [f"--dataset={config.dataset}"] if split_path(config.dataset)[0] else []
+    )  # where it is now
     data += [f"--data_dir={config.data_dir}"] if config.data_dir and not banner else []
     commands = (
         [program("tensorboard"), f"--logdir={config.directory}"],
@@ -449,14 +570,22 @@ def next_commands(config: TrainConfig, banner: str) -> list[str]:
 
 
 def program(name: str) -> str:
-    """Return what to type for a program of this environment: its name, or its path if the shell does not find it."""
-    return name if shutil.which(name) else os.path.join(os.path.relpath(Path(sys.executable).parent), name)
+    """Return what to type for a program of this environment: its name, or its path if the shell
+    does not find it.
+    """
+    return (
+        name
+        if shutil.which(name)
+        else os.path.join(os.path.relpath(Path(sys.executable).parent), name)
+    )
 
 
 def memory_usage(towers: Sequence[Tower]) -> dict[str, float]:
     """Return `memory/host_mb`, and the peak memory of each GPU in MB, as `memory/GPU:0_mb`."""
     values = {"memory/host_mb": psutil.Process().memory_info().rss / 1e6}
-    for gpu in sorted({tower.device.removeprefix("/") for tower in towers if "GPU" in tower.device}):
+    for gpu in sorted(
+        {tower.device.removeprefix("/") for tower in towers if "GPU" in tower.device}
+    ):
         values[f"memory/{gpu}_mb"] = tf.config.experimental.get_memory_info(gpu)["peak"] / 1e6
     return values
 
@@ -473,6 +602,8 @@ def _git_revision() -> str:
     if (root / ".git").exists():  # an installed copy may stand inside another project's repository
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             return subprocess.check_output(
-                ["git", "-C", str(root), "describe", "--always", "--dirty"], text=True, stderr=subprocess.DEVNULL
+                ["git", "-C", str(root), "describe", "--always", "--dirty"],
+                text=True,
+                stderr=subprocess.DEVNULL,
             ).strip()
     return "unknown"

@@ -1,6 +1,7 @@
 """The event files of a run, for TensorBoard: one directory of the training, one of its evaluations.
 
-A run that resumes writes the steps after its checkpoint again; TensorBoard then drops what it has read of them.
+A run that resumes writes the steps after its checkpoint again; TensorBoard then drops what it has
+read of them.
 """
 
 import functools
@@ -26,11 +27,14 @@ class TensorBoardWriter:
 
     def __init__(self, train_dir: Path):
         self._train_dir = train_dir
-        self._writer = functools.cache(lambda name: tf.summary.create_file_writer(str(train_dir / name)))
+        self._writer = functools.cache(
+            lambda name: tf.summary.create_file_writer(str(train_dir / name))
+        )
         self._best_effort = files.BestEffortWrites(train_dir / TRAIN, (OSError, tf.errors.OpError))
 
     def start(self, hparams: Mapping) -> None:
-        """Write the settings of a run that starts at step 0, for HPARAMS; remove the events of an aborted start.
+        """Write the settings of a run that starts at step 0, for HPARAMS; remove the events of an
+        aborted start.
 
         TensorBoard shows the first settings that it reads of a run.
         """
@@ -49,13 +53,21 @@ class TensorBoardWriter:
         images: Mapping[str, np.ndarray] | None = None,
         histograms: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Write values by tag into the directory `name`: scalars, images [h, w, 3] and histograms of arrays."""
+        """Write values by tag into the directory `name`: scalars, images [h, w, 3] and histograms
+        of arrays.
+        """
         with self._best_effort:
             writer = self._writer(name)
             with writer.as_default(step):
-                if scalars:  # as one event: ten calls of `tf.summary.scalar` take as long as a step on a GPU
-                    summaries = [scalar_pb(tag, value).SerializeToString() for tag, value in scalars.items()]
-                    tf.summary.experimental.write_raw_pb(b"".join(summaries))  # joined, they are one `Summary`
+                if (
+                    scalars
+                ):  # as one event: ten calls of `tf.summary.scalar` take as long as a step on a GPU
+                    summaries = [
+                        scalar_pb(tag, value).SerializeToString() for tag, value in scalars.items()
+                    ]
+                    tf.summary.experimental.write_raw_pb(
+                        b"".join(summaries)
+                    )  # joined, they are one `Summary`
                 for tag, picture in (images or {}).items():
                     tf.summary.image(tag, picture[None])
                 for tag, values in (histograms or {}).items():
@@ -63,26 +75,41 @@ class TensorBoardWriter:
             writer.flush()
 
     def write_graph(self, function: tf.types.experimental.ConcreteFunction) -> None:
-        """Draw a traced step, its towers as boxes, without its library of functions, which would be drawn beside it."""
+        """Draw a traced step, its towers as boxes, without its library of functions, which would be
+        drawn beside it.
+        """
         graph = function.graph.as_graph_def(add_shapes=True)
         graph.ClearField("library")
         with self._best_effort, self._writer(TRAIN).as_default(0):
             tf.summary.graph(graph)
 
-    def write_diagnostics(self, step: int, picture: np.ndarray, diagnostics: StepDiagnostics) -> None:
-        """Write a picture of the input, layers' outputs with their sparsity, weights, and mean gradients."""
+    def write_diagnostics(
+        self, step: int, picture: np.ndarray, diagnostics: StepDiagnostics
+    ) -> None:
+        """Write a picture of the input, layers' outputs with their sparsity, weights, and mean
+        gradients.
+        """
         kinds = {
             "activations": diagnostics.activations,
             "weights": diagnostics.weights,
             "gradients": diagnostics.gradients,
         }
-        histograms = {f"{kind}/{name}": values for kind, named in kinds.items() for name, values in named.items()}
-        sparsity = {f"sparsity/{layer}": np.mean(values == 0) for layer, values in diagnostics.activations.items()}
+        histograms = {
+            f"{kind}/{name}": values
+            for kind, named in kinds.items()
+            for name, values in named.items()
+        }
+        sparsity = {
+            f"sparsity/{layer}": np.mean(values == 0)
+            for layer, values in diagnostics.activations.items()
+        }
         self.write(TRAIN, step, sparsity, {"input/augmented": picture}, histograms)
 
 
 def _histogram(values: np.ndarray) -> tf.Tensor:
-    """Return [30, 3] edges and counts of the finite values; `tf.summary.histogram` takes a second for a million."""
+    """Return [30, 3] edges and counts of the finite values; `tf.summary.histogram` takes a second
+    for a million.
+    """
     finite = values if np.isfinite(values.sum()) else values[np.isfinite(values)]
     counts, edges = np.histogram(finite, NUM_BUCKETS)
     return tf.constant(np.stack([edges[:-1], edges[1:], counts], 1), tf.float64)

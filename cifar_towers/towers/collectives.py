@@ -1,8 +1,9 @@
 """Means over all towers inside the forward pass, as batch normalization over the whole batch needs.
 
-Tracing a mean in tower 0 needs the tensors of the other towers, which are traced later. So each tower is traced in its
-own thread, one thread at a time: tower 0 up to its first `all_reduce_mean`, then tower 1 up to the same call, and so on
-in rounds. The order is fixed, so every process builds the same graph. When the graph runs, there are no such threads.
+Tracing a mean in tower 0 needs the tensors of the other towers, which are traced later. So each
+tower is traced in its own thread, one thread at a time: tower 0 up to its first `all_reduce_mean`,
+then tower 1 up to the same call, and so on in rounds. The order is fixed, so every process builds
+the same graph. When the graph runs, there are no such threads.
 """
 
 import contextlib
@@ -15,21 +16,24 @@ import tensorflow as tf
 from cifar_towers.towers.devices import Tower
 from cifar_towers.towers.gradients import average_tensors
 
-_thread = threading.local()  # .rounds and .index of the tower that this thread traces; .unsynchronized
+_thread = (
+    threading.local()
+)  # .rounds and .index of the tower that this thread traces; .unsynchronized
 
 
 def run_on_towers_synchronized(
     fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], shards: Sequence[Any]
 ) -> list[Any]:
-    """Run `fn` as `run_on_towers` does, and let it call `all_reduce_mean` in its forward or backward pass.
+    """Run `fn` as `run_on_towers` does, and let it call `all_reduce_mean` in its forward or
+    backward pass.
 
-    Call it inside a `tf.function`, with shards of equal size. Every tower must make the same calls in the same order.
-    `fn` must compute its gradients itself: the towers run in threads of their own, where a tape outside of `fn` records
-    nothing.
+    Call it inside a `tf.function`, with shards of equal size. Every tower must make the same calls
+    in the same order. `fn` must compute its gradients itself: the towers run in threads of their
+    own, where a tape outside of `fn` records nothing.
 
     Raises:
-      RuntimeError: it is called eagerly, where no graph is traced, or the towers call `all_reduce_mean` a different
-        number of times.
+      RuntimeError: it is called eagerly, where no graph is traced, or the towers call
+        `all_reduce_mean` a different number of times.
       ValueError: there is not one shard per tower.
     """
     graph = tf.compat.v1.get_default_graph()
@@ -45,7 +49,10 @@ def run_on_towers_synchronized(
         with graph.as_default(), tf.device(tower.device), tf.name_scope(f"{scope}/"):
             results[index] = fn(tower, shard)
 
-    threads = [threading.Thread(target=rounds.run, args=(index, trace), daemon=True) for index in range(len(pairs))]
+    threads = [
+        threading.Thread(target=rounds.run, args=(index, trace), daemon=True)
+        for index in range(len(pairs))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -59,10 +66,11 @@ def run_on_towers_synchronized(
 def all_reduce_mean(tensor: tf.Tensor) -> tf.Tensor:
     """Return the mean of `tensor` over all towers, on each tower; with one tower, `tensor` itself.
 
-    Call it inside `run_on_towers_synchronized`, or inside `tf.distribute.Strategy.run` to average over replicas. The
-    tensor must have the same shape on every tower. The function is differentiable. If each tower differentiates its own
-    loss L_k, the mean of the towers' gradients is the gradient of the mean loss. Where several towers do not meet, as
-    in `run_on_towers`, it raises a RuntimeError.
+    Call it inside `run_on_towers_synchronized`, or inside `tf.distribute.Strategy.run` to average
+    over replicas. The tensor must have the same shape on every tower. The function is
+    differentiable. If each tower differentiates its own loss L_k, the mean of the towers' gradients
+    is the gradient of the mean loss. Where several towers do not meet, as in `run_on_towers`, it
+    raises a RuntimeError.
     """
     return _mean(tensor), _mean
 
@@ -70,7 +78,8 @@ def all_reduce_mean(tensor: tf.Tensor) -> tf.Tensor:
 def num_replicas() -> int:
     """Return the number of replicas that run side by side.
 
-    They are the towers inside `run_on_towers_synchronized`, or the replicas inside `tf.distribute.Strategy.run`.
+    They are the towers inside `run_on_towers_synchronized`, or the replicas inside
+    `tf.distribute.Strategy.run`.
     """
     if _replica_context():
         return tf.distribute.get_strategy().num_replicas_in_sync
@@ -94,7 +103,9 @@ def _mean(tensor: tf.Tensor) -> tf.Tensor:
         return context.all_reduce(tf.distribute.ReduceOp.MEAN, tensor)
     if num_replicas() == 1:
         if getattr(_thread, "unsynchronized", False):
-            raise RuntimeError("the towers do not meet here for all_reduce_mean; call run_on_towers_synchronized")
+            raise RuntimeError(
+                "the towers do not meet here for all_reduce_mean; call run_on_towers_synchronized"
+            )
         return tensor
     return average_tensors(_thread.rounds.all_gather(_thread.index, tensor))
 
@@ -104,11 +115,15 @@ def _replica_context() -> tf.distribute.ReplicaContext | None:
 
 
 class _Rounds:
-    """The towers' threads, of which one traces at a time; they exchange one value per tower in each round."""
+    """The towers' threads, of which one traces at a time; they exchange one value per tower in each
+    round.
+    """
 
     def __init__(self, num_towers: int):
         self.num_towers = num_towers
-        self.error: BaseException | None = None  # the first error of any tower; ends the tracing of all
+        self.error: BaseException | None = (
+            None  # the first error of any tower; ends the tracing of all
+        )
         self._tracing = list(range(num_towers))
         self._turns = [threading.Semaphore(int(index == 0)) for index in range(num_towers)]
         self._values: list[Any] = [None] * num_towers
@@ -135,7 +150,8 @@ class _Rounds:
         self._wait_for_turn(index)
         if any(value is None for value in values):
             raise RuntimeError(
-                "the towers call all_reduce_mean a different number of times; make them all trace the same code"
+                "the towers call all_reduce_mean a different number of times; make them all trace "
+                "the same code"
             )
         return values
 
@@ -145,7 +161,9 @@ class _Rounds:
             raise self.error
 
     def _pass_turn(self, index: int) -> None:
-        """Give the turn to the next unfinished tower; after an error wake all, so that their threads end."""
+        """Give the turn to the next unfinished tower; after an error wake all, so that their
+        threads end.
+        """
         later = self._tracing[self._tracing.index(index) + 1 :] or self._tracing
         for tower in self._tracing if self.error else later[:1]:
             self._turns[tower].release()

@@ -1,6 +1,7 @@
 """Towers, and the devices they compute on.
 
-Call `make_towers(n)` once, before any other TensorFlow operation: TensorFlow fixes its devices at first use.
+Call `make_towers(n)` once, before any other TensorFlow operation: TensorFlow fixes its devices at
+first use.
 """
 
 import contextlib
@@ -24,8 +25,9 @@ CPU_TOWERS_BY_DEFAULT = 2
 class Tower:
     """One copy of the forward and backward pass, on one device.
 
-    A tower owns its shard, activations and gradients. It owns no weights: all towers read the same variables. Logical
-    CPU devices share the cores of the machine, so several towers on them show the method and gain no speed.
+    A tower owns its shard, activations and gradients. It owns no weights: all towers read the same
+    variables. Logical CPU devices share the cores of the machine, so several towers on them show
+    the method and gain no speed.
     """
 
     index: int  # from 0
@@ -45,15 +47,17 @@ def make_towers(
 ) -> list[Tower]:
     """Configure and initialize TensorFlow's devices for `num_towers` towers, and return the towers.
 
-    If TensorFlow already runs, as in a notebook's second cell, its devices and their memory stay as they are.
+    If TensorFlow already runs, as in a notebook's second cell, its devices and their memory stay as
+    they are.
 
     Args:
-      num_towers: 0 means one for each GPU, or two on a machine without GPUs, or fewer if TensorFlow already runs with
-        fewer devices.
-      soft_placement: let logical devices stand in for missing GPUs, and let TensorFlow move an operation that has no
-        kernel for its device. If false, either is an error. None: as it is, by default true.
-      multi_worker: configure the devices of one worker of a cluster, whose CPU is a single tower, and leave their
-        initialization to `tf.distribute.MultiWorkerMirroredStrategy`.
+      num_towers: 0 means one for each GPU, or two on a machine without GPUs, or fewer if TensorFlow
+        already runs with fewer devices.
+      soft_placement: let logical devices stand in for missing GPUs, and let TensorFlow move an
+        operation that has no kernel for its device. If false, either is an error. None: as it is,
+        by default true.
+      multi_worker: configure the devices of one worker of a cluster, whose CPU is a single tower,
+        and leave their initialization to `tf.distribute.MultiWorkerMirroredStrategy`.
 
     Raises:
       ValueError: GPUs are missing and soft placement is off.
@@ -65,7 +69,10 @@ def make_towers(
             f"{num_towers} towers need {num_towers} GPUs and this machine has {len(gpus)}; "
             "ask for fewer or allow soft placement"
         )
-    kind, needed = "GPU" if gpus else "CPU", num_towers or len(gpus) or (1 if multi_worker else CPU_TOWERS_BY_DEFAULT)
+    kind, needed = (
+        "GPU" if gpus else "CPU",
+        num_towers or len(gpus) or (1 if multi_worker else CPU_TOWERS_BY_DEFAULT),
+    )
     with contextlib.suppress(RuntimeError):  # of a TensorFlow that already runs
         if soft_placement is not None:
             tf.config.set_soft_device_placement(soft_placement)
@@ -74,13 +81,16 @@ def make_towers(
         else:
             _set_threads(needed)
             cpu = tf.config.list_physical_devices("CPU")[0]
-            tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * needed)
+            tf.config.set_logical_device_configuration(
+                cpu, [tf.config.LogicalDeviceConfiguration()] * needed
+            )
     if not multi_worker:
         available = len(tf.config.list_logical_devices(kind))  # initializes the devices
         if available < num_towers:
             raise RuntimeError(
-                f"TensorFlow already runs with {available} {kind} devices, too few for {num_towers} towers: "
-                "call make_towers before any other TensorFlow operation, in a new process or a restarted notebook"
+                f"TensorFlow already runs with {available} {kind} devices, too few for "
+                f"{num_towers} towers: call make_towers before any other TensorFlow operation, in "
+                "a new process or a restarted notebook"
             )
         needed = min(needed, available)
     if not gpus:
@@ -97,7 +107,9 @@ def on_gpus(towers: Sequence[Tower]) -> bool:
 
 
 def _set_threads(cpu_towers: int) -> None:
-    """Give K towers on C cores K operations at a time of C/K threads each, instead of K x C threads."""
+    """Give K towers on C cores K operations at a time of C/K threads each, instead of K x C
+    threads.
+    """
     cores = hardware.available_cores()
     tf.config.threading.set_inter_op_parallelism_threads(max(cpu_towers, min(2, cores)))
     tf.config.threading.set_intra_op_parallelism_threads(max(1, cores // cpu_towers))
@@ -107,7 +119,9 @@ def _divide_gpus(gpus: Sequence[tf.config.PhysicalDevice], num_towers: int) -> N
     """Make each GPU one logical device per tower on it, and hide the GPUs without a tower."""
     used = gpus[:num_towers]
     tf.config.set_visible_devices(used, "GPU")
-    gpu_of_tower = [tower * len(used) // num_towers for tower in range(num_towers)]  # neighbors share
+    gpu_of_tower = [
+        tower * len(used) // num_towers for tower in range(num_towers)
+    ]  # neighbors share
     for index, gpu in enumerate(used):
         if num_towers > len(used):
             shares = gpu_of_tower.count(index)
@@ -121,5 +135,10 @@ def _gpu_memory_mb(index: int) -> int:
     """Return nine tenths of a GPU's free memory in MB, as its driver reports it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     name = visible[index] if index < len(visible) and visible[index] else str(index)
-    query = ["nvidia-smi", f"--id={name}", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    query = [
+        "nvidia-smi",
+        f"--id={name}",
+        "--query-gpu=memory.free",
+        "--format=csv,noheader,nounits",
+    ]
     return int(subprocess.run(query, capture_output=True, timeout=10, check=True).stdout) * 9 // 10

@@ -1,7 +1,8 @@
 """The synchronization point: average the gradients of K towers, and their other tensors.
 
-The gradient of a mean is the mean of the gradients. If each tower's loss is a mean over its shard, the mean of the
-towers' gradients, weighted by the sizes of uneven shards, is therefore the gradient of the mean loss of the batch.
+The gradient of a mean is the mean of the gradients. If each tower's loss is a mean over its shard,
+the mean of the towers' gradients, weighted by the sizes of uneven shards, is therefore the gradient
+of the mean loss of the batch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,23 +16,25 @@ Variable: TypeAlias = tf.Variable | keras.Variable
 
 
 def average_gradients(
-    tower_grads: Sequence[Iterable[tuple[Gradient, Variable]]], weights: Sequence[float | tf.Tensor] | None = None
+    tower_grads: Sequence[Iterable[tuple[Gradient, Variable]]],
+    weights: Sequence[float | tf.Tensor] | None = None,
 ) -> list[tuple[Gradient, Variable]]:
     """Average each variable's gradient over the towers, on the variable's device.
 
     Args:
-      tower_grads: K x N x (gradient, variable): for each tower, the pairs of all N variables in one order, as
-        `zip(tape.gradient(loss, variables), variables)` gives them.
-      weights: [K] numbers or scalar tensors, the weight of each tower, usually its number of examples; equal if not
-        given.
+      tower_grads: K x N x (gradient, variable): for each tower, the pairs of all N variables in one
+        order, as `zip(tape.gradient(loss, variables), variables)` gives them.
+      weights: [K] numbers or scalar tensors, the weight of each tower, usually its number of
+        examples; equal if not given.
 
     Returns:
-      N x (mean gradient, variable). With one tower, its pairs unchanged. A variable that no tower has a gradient for
-      keeps `None`; where only some towers have one, the others count as zeros. Gradients that are sparse on all towers
-      stay sparse.
+      N x (mean gradient, variable). With one tower, its pairs unchanged. A variable that no tower
+      has a gradient for keeps `None`; where only some towers have one, the others count as zeros.
+      Gradients that are sparse on all towers stay sparse.
 
     Raises:
-      ValueError: towers that disagree on their variables or their order, or not one weight per tower.
+      ValueError: towers that disagree on their variables or their order, or not one weight per
+        tower.
     """
     towers = [list(pairs) for pairs in tower_grads]
     if len(towers) == 1:
@@ -47,8 +50,9 @@ def average_gradients(
             for tower, other in enumerate(others, 1):
                 if other is not variable:
                     raise ValueError(
-                        f"tower_{tower} has {_name(other)} where tower_0 has {_name(variable)}; all towers need pairs "
-                        "of (gradient, variable), with the same variables in the same order"
+                        f"tower_{tower} has {_name(other)} where tower_0 has {_name(variable)}; "
+                        "all towers need pairs of (gradient, variable), with the same variables "
+                        "in the same order"
                     )
             averaged.append((weighted_sum(gradients, fractions, _device(variable)), variable))
     return averaged
@@ -59,19 +63,29 @@ def average_tensors(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tensors[0] if len(tensors) == 1 else tf.add_n(list(tensors)) / len(tensors)
 
 
-def weighted_sum(gradients: Sequence[Gradient], fractions: Sequence[float | tf.Tensor], device: str) -> Gradient:
-    """Return sum(fraction_k * gradient_k) over the gradients that are not None, on `device`; None if all are.
+def weighted_sum(
+    gradients: Sequence[Gradient], fractions: Sequence[float | tf.Tensor], device: str
+) -> Gradient:
+    """Return sum(fraction_k * gradient_k) over the gradients that are not None, on `device`; None
+    if all are.
 
     If all are sparse, so is the sum.
     """
-    present = [(g, fraction) for g, fraction in zip(gradients, fractions, strict=True) if g is not None]
+    present = [
+        (g, fraction) for g, fraction in zip(gradients, fractions, strict=True) if g is not None
+    ]
     if not present:
         return None
     with tf.device(device):  # the gradients travel to this device; the sum waits for all of them
-        present = [(g, tf.cast(f, g.dtype) if tf.is_tensor(f) else tf.constant(f, g.dtype)) for g, f in present]
+        present = [
+            (g, tf.cast(f, g.dtype) if tf.is_tensor(f) else tf.constant(f, g.dtype))
+            for g, f in present
+        ]
         if all(isinstance(g, tf.IndexedSlices) for g, _ in present):
             values = tf.concat([g.values * fraction for g, fraction in present], 0)
-            return tf.IndexedSlices(values, tf.concat([g.indices for g, _ in present], 0), present[0][0].dense_shape)
+            return tf.IndexedSlices(
+                values, tf.concat([g.indices for g, _ in present], 0), present[0][0].dense_shape
+            )
         return tf.add_n([tf.convert_to_tensor(g) * fraction for g, fraction in present])
 
 

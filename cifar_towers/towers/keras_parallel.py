@@ -1,4 +1,6 @@
-"""A Keras model on several towers, behind its own `fit`, `evaluate` and `predict`; and questions about Keras models."""
+"""A Keras model on several towers, behind its own `fit`, `evaluate` and `predict`; and questions
+about Keras models.
+"""
 
 import functools
 import operator
@@ -10,48 +12,74 @@ import tensorflow as tf
 
 from cifar_towers.towers.devices import Tower
 from cifar_towers.towers.gradients import weighted_sum
-from cifar_towers.towers.make_parallel import as_towers, check_outputs, join_outputs, run_on_any_batch
+from cifar_towers.towers.make_parallel import (
+    as_towers,
+    check_outputs,
+    join_outputs,
+    run_on_any_batch,
+)
 
 # Distance between the seeds of neighboring towers. Keras draws its default seeds below it.
 TOWER_SEED_STRIDE = 1_000_000_007
-NOT_OF_FIT = ("loss", "get_compile_config", "compile_from_config")  # methods of saving, and one of former versions
-OF_ORIGINAL = (  # what a parallel model takes from the original: files, and which variables are trained
-    *("save", "save_weights", "save_own_variables", "load_weights", "load_own_variables", "export", "summary"),
+NOT_OF_FIT = (
+    "loss",
+    "get_compile_config",
+    "compile_from_config",
+)  # methods of saving, and one of former versions
+# what a parallel model takes from the original: files, and which variables are trained
+OF_ORIGINAL = (
+    *(
+        "save",
+        "save_weights",
+        "save_own_variables",
+        "load_weights",
+        "load_own_variables",
+        "export",
+        "summary",
+    ),
     *("get_layer", "get_config", "get_build_config", "get_compile_config", "_obj_type", "layers"),
     *("trainable_variables", "trainable_weights"),
 )
 ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}  # by type of their operation
 
 
-def make_parallel_model(keras_model: keras.Model, num_towers: int | Sequence[Tower]) -> "ParallelModel":
-    """Return a Keras model that computes on several towers and shares the variables of `keras_model`.
+def make_parallel_model(
+    keras_model: keras.Model, num_towers: int | Sequence[Tower]
+) -> "ParallelModel":
+    """Return a Keras model that computes on several towers and shares the variables of
+    `keras_model`.
 
-    Compile, `fit`, `evaluate` and `predict` it like the original; batches may have any length. There is one loss, over
-    the outputs of all towers. A model without batch statistics and random numbers therefore trains the same on any
-    number of towers, to rounding. `save`, `export` and `load_weights` read and write files of the original.
+    Compile, `fit`, `evaluate` and `predict` it like the original; batches may have any length.
+    There is one loss, over the outputs of all towers. A model without batch statistics and random
+    numbers therefore trains the same on any number of towers, to rounding. `save`, `export` and
+    `load_weights` read and write files of the original.
 
-    Non-trainable state is updated once a step. Each tower normalizes by its own shard, and moving statistics become
-    the mean over the towers, weighted by examples, as do losses that layers add. Each row of an output must depend on
-    its own example, and each loss be a mean over examples. Seed generators advance like the first tower's, and each
-    tower draws different numbers.
+    Non-trainable state is updated once a step. Each tower normalizes by its own shard, and moving
+    statistics become the mean over the towers, weighted by examples, as do losses that layers add.
+    Each row of an output must depend on its own example, and each loss be a mean over examples.
+    Seed generators advance like the first tower's, and each tower draws different numbers.
 
-    The model's `call` must write no `tf.Variable`, as every tower would. XLA compiles for one device and stays off.
+    The model's `call` must write no `tf.Variable`, as every tower would. XLA compiles for one
+    device and stays off.
 
     Args:
       num_towers: their number, or the towers of `make_towers`.
 
     Raises:
-      ValueError: the model overrides what `fit`, `evaluate` or `predict` call, or has a synchronized norm. Its first
-        call raises the same for an output without a row for each example, and for state that the towers cannot share,
-        such as an integer counter.
+      ValueError: the model overrides what `fit`, `evaluate` or `predict` call, or has a
+        synchronized norm. Its first call raises the same for an output without a row for each
+        example, and for state that the towers cannot share, such as an integer counter.
     """
     towers = as_towers(num_towers)
     if method := overridden_fit_method(keras_model):
-        raise ValueError(f"model {keras_model.name!r} overrides {method}, which towers would not run")
+        raise ValueError(
+            f"model {keras_model.name!r} overrides {method}, which towers would not run"
+        )
     norm = synchronized_norm(keras_model)
     if norm and len(towers) > 1:
         raise ValueError(
-            f"layer {norm!r} is synchronized, and here towers normalize by shards; make it synchronized=False"
+            f"layer {norm!r} is synchronized, and here towers normalize by shards; make it "
+            "synchronized=False"
         )
     return ParallelModel(keras_model, towers)
 
@@ -60,7 +88,8 @@ class ParallelModel(keras.Model):
     """The model that `make_parallel_model` returns."""
 
     def __init__(self, model: keras.Model, towers: Sequence[Tower]):
-        # float32 without autocast: the original casts its inputs and variables itself, inside each tower
+        # float32 without autocast: the original casts its inputs and variables itself, inside each
+        # tower
         super().__init__(name=model.name, dtype="float32", autocast=False)
         self.model = model
         self._towers = tuple(towers)
@@ -80,7 +109,9 @@ class ParallelModel(keras.Model):
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """Run the forward pass on all towers, then update the model's non-trainable state once."""
-        passes, sizes = run_on_any_batch(functools.partial(self.on_tower, training), self._towers, inputs)
+        passes, sizes = run_on_any_batch(
+            functools.partial(self.on_tower, training), self._towers, inputs
+        )
         tower_outputs, tower_extras, tower_losses, tower_states = zip(*passes, strict=True)
         outputs, extras = join_outputs(list(zip(tower_outputs, tower_extras, strict=True)), sizes)
         total = sum(sizes)
@@ -106,32 +137,42 @@ class ParallelModel(keras.Model):
         """Run the forward pass of one tower, which reads the model's variables and writes none.
 
         Returns:
-          outputs [B/K, ...], their masks and logits by (output index, attribute name), scalar losses that layers added,
-          and the new value of each non-trainable variable that changed, by position.
+          outputs [B/K, ...], their masks and logits by (output index, attribute name), scalar
+          losses that layers added, and the new value of each non-trainable variable that changed,
+          by position.
         """
         values = [(v, tf.convert_to_tensor(v.value)) for v in self.model.variables]
-        values = [(v, t + tower.index * TOWER_SEED_STRIDE if is_seed_generator_state(v) else t) for v, t in values]
+        values = [
+            (v, t + tower.index * TOWER_SEED_STRIDE if is_seed_generator_state(v) else t)
+            for v, t in values
+        ]
         with keras.StatelessScope(values, collect_losses=True) as scope:
             outputs = self.model(inputs, training=training)
         changed = [v for v, before in values if scope.get_current_value(v) is not before]
         own = [v for v in changed if not is_seed_generator_state(v)]
         refused = [v.path for v in own if v.trainable or "float" not in v.dtype]
         if scope.state_mapping.keys() - {id(v) for v, _ in values}:
-            refused.append("a variable that is not its own, such as a metric or the global random generator")
+            refused.append(
+                "a variable that is not its own, such as a metric or the global random generator"
+            )
         if refused:
             raise ValueError(
-                f"the model's call writes {', '.join(refused)}; towers share only its seed generators, and float state "
-                "that is not trained, as its mean"
+                f"the model's call writes {', '.join(refused)}; towers share only its seed "
+                "generators, and float state that is not trained, as its mean"
             )
         check_outputs(outputs, inputs, tower)
         position = {id(v): i for i, v in enumerate(self.model.non_trainable_variables)}
         state = {position[id(v)]: tf.stop_gradient(scope.get_current_value(v)) for v in changed}
         flat = enumerate(tf.nest.flatten(outputs))
-        extras = {(i, name): tensor for i, output in flat for name, tensor in _extras(output).items()}
+        extras = {
+            (i, name): tensor for i, output in flat for name, tensor in _extras(output).items()
+        }
         return outputs, extras, [to_scalar(loss) for loss in scope.losses], state
 
     def compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
-        """Compile the original too, with the same optimizer, so that a saved model can be trained further."""
+        """Compile the original too, with the same optimizer, so that a saved model can be trained
+        further.
+        """
         self.model.compile(optimizer, *args, **kwargs)
         super().compile(self.model.optimizer, *args, **kwargs)
 
@@ -141,11 +182,23 @@ for name in OF_ORIGINAL:
 
 
 def _extras(output: tf.Tensor) -> dict[str, tf.Tensor]:
-    """Return an output's mask, and the logits that Keras's cross entropies use where it is their softmax or sigmoid."""
-    names = [name for name in ("_keras_logits", "_keras_mask") if getattr(output, name, None) is not None]
-    op = getattr(output, "op", None)  # in graphs, Keras also takes the input of TensorFlow's own operation
-    activation = {op.type: op.inputs[0]} if op and op.type in ACTIVATIONS and "_keras_logits" not in names else {}
-    return activation | {name: getattr(output, name) for name in names}  # a new tensor, then its attributes
+    """Return an output's mask, and the logits that Keras's cross entropies use where it is their
+    softmax or sigmoid.
+    """
+    names = [
+        name for name in ("_keras_logits", "_keras_mask") if getattr(output, name, None) is not None
+    ]
+    op = getattr(
+        output, "op", None
+    )  # in graphs, Keras also takes the input of TensorFlow's own operation
+    activation = (
+        {op.type: op.inputs[0]}
+        if op and op.type in ACTIVATIONS and "_keras_logits" not in names
+        else {}
+    )
+    return activation | {
+        name: getattr(output, name) for name in names
+    }  # a new tensor, then its attributes
 
 
 # ---- What is asked of a Keras model, here and in the folders above
@@ -154,12 +207,16 @@ def _extras(output: tf.Tensor) -> dict[str, tf.Tensor]:
 def variable_values(model: keras.Model) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Return the values of the trainable and of the non-trainable variables."""
     kinds = model.trainable_variables, model.non_trainable_variables
-    weights, non_trainable = ([tf.convert_to_tensor(variable.value) for variable in kind] for kind in kinds)
+    weights, non_trainable = (
+        [tf.convert_to_tensor(variable.value) for variable in kind] for kind in kinds
+    )
     return weights, non_trainable
 
 
 def to_scalar(loss: tf.Tensor) -> tf.Tensor:
-    """Return the sum of a loss that a layer adds, as Keras takes it; a scalar is returned as it is."""
+    """Return the sum of a loss that a layer adds, as Keras takes it; a scalar is returned as it
+    is.
+    """
     return loss if loss.shape.rank == 0 else tf.reduce_sum(loss)
 
 
@@ -169,21 +226,39 @@ def is_seed_generator_state(variable: keras.Variable) -> bool:
 
 
 def overridden_fit_method(model: keras.Model) -> str:
-    """Return the name of a method or property behind `fit`, `evaluate` and `predict` that a model overrides, or ""."""
+    """Return the name of a method or property behind `fit`, `evaluate` and `predict` that a model
+    overrides, or "".
+    """
     trainers = [kind for kind in keras.Model.__mro__ if kind.__name__.endswith("Trainer")]
-    names = [name for kind in trainers for name in vars(kind) if not name.startswith("__") and name not in NOT_OF_FIT]
+    names = [
+        name
+        for kind in trainers
+        for name in vars(kind)
+        if not name.startswith("__") and name not in NOT_OF_FIT
+    ]
     names += ["losses", "trainable_variables", "trainable_weights", "non_trainable_variables"]
     own, kind = vars(model), type(model)
-    return next((name for name in names if name in own or getattr(kind, name) is not getattr(keras.Model, name)), "")
+    return next(
+        (
+            name
+            for name in names
+            if name in own or getattr(kind, name) is not getattr(keras.Model, name)
+        ),
+        "",
+    )
 
 
 def synchronized_norm(model: keras.Model) -> str:
     """Return the name of a layer that is made with `synchronized=True`, or "" if there is none."""
-    return next((layer.name for layer in model._flatten_layers() if getattr(layer, "synchronized", False)), "")
+    return next(
+        (layer.name for layer in model._flatten_layers() if getattr(layer, "synchronized", False)),
+        "",
+    )
 
 
 def first_call(model: keras.Model, layer: keras.layers.Layer) -> Any:
-    """Return the first call of a layer in the graph of a functional model, with its `input_tensors` and
-    `output_tensors`. `layer.output` may belong to a call in another model, such as a backbone."""
+    """Return the first call of a layer in the graph of a functional model, with its `input_tensors`
+    and `output_tensors`. `layer.output` may belong to a call in another model, such as a backbone.
+    """
     calls = {id(node) for at_depth in model._nodes_by_depth.values() for node in at_depth}
     return next(node for node in layer._inbound_nodes if id(node) in calls)

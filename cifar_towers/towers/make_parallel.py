@@ -1,4 +1,6 @@
-"""Run a function of batched tensors, or a function over the batches of a `tf.data.Dataset`, on several towers."""
+"""Run a function of batched tensors, or a function over the batches of a `tf.data.Dataset`, on
+several towers.
+"""
 
 import functools
 import itertools
@@ -14,46 +16,54 @@ from cifar_towers.towers.sharding import run_on_towers, split_batch
 
 
 def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **tensors: Any) -> Any:
-    """Compute `fn(**tensors)` on K towers: split the tensors, call `fn(**shard)` on each tower and join the outputs.
+    """Compute `fn(**tensors)` on K towers: split the tensors, call `fn(**shard)` on each tower and
+    join the outputs.
 
-    The result equals `fn(**tensors)` if each row of an output depends on the same row of the tensors only. A function
-    that mixes rows, as a mean over axis 0 does, sees one shard's rows.
+    The result equals `fn(**tensors)` if each row of an output depends on the same row of the
+    tensors only. A function that mixes rows, as a mean over axis 0 does, sees one shard's rows.
 
-    Call it inside one `tf.function`: there the towers run side by side, but eagerly one after another. Gradients with
-    respect to `tensors` and to the variables that `fn` reads are computed on the tower that ran the forward pass.
-    Tensors that `fn` only closes over get none. `fn` must not write to variables, as batch norm does in training: each
-    tower would write. Return the new values instead, or use `make_parallel_model`.
+    Call it inside one `tf.function`: there the towers run side by side, but eagerly one after
+    another. Gradients with respect to `tensors` and to the variables that `fn` reads are computed
+    on the tower that ran the forward pass. Tensors that `fn` only closes over get none. `fn` must
+    not write to variables, as batch norm does in training: each tower would write. Return the new
+    values instead, or use `make_parallel_model`.
 
     Args:
       fn: called with keywords, each a shard [B/K, ...]; returns a structure of tensors [B/K, ...].
       num_towers: K, or the K towers of `make_towers`.
-      **tensors: structures of tensors [B, ...]. Where K does not divide B, the first B mod K shards have one example
-        more. Where B is less than K, towers without an example compute the last example again, and their outputs are
-        dropped.
+      **tensors: structures of tensors [B, ...]. Where K does not divide B, the first B mod K shards
+        have one example more. Where B is less than K, towers without an example compute the last
+        example again, and their outputs are dropped.
 
     Returns:
       The structure that `fn` returns, with tensors [B, ...].
 
     Raises:
-      ValueError: there are no towers, `fn` is a Keras model, or an output has not one row for each example.
+      ValueError: there are no towers, `fn` is a Keras model, or an output has not one row for each
+        example.
     """
     if isinstance(fn, keras.Model):
         raise ValueError("fn is a Keras model; write make_parallel_model(fn, num_towers)")
     tensors = tf.nest.map_structure(tf.convert_to_tensor, tensors)
     outputs, sizes = run_on_any_batch(
-        lambda tower, shard: check_outputs(fn(**shard), shard, tower), as_towers(num_towers), tensors
+        lambda tower, shard: check_outputs(fn(**shard), shard, tower),
+        as_towers(num_towers),
+        tensors,
     )
     return join_outputs(outputs, sizes)
 
 
-def map_on_towers(fn: Callable[[Any], Any], dataset: tf.data.Dataset, towers: int | Sequence[Tower]) -> Iterator[Any]:
+def map_on_towers(
+    fn: Callable[[Any], Any], dataset: tf.data.Dataset, towers: int | Sequence[Tower]
+) -> Iterator[Any]:
     """Yield `fn(batch)` for each batch of a dataset, in order, K batches at a time on K devices.
 
-    At most K batches are in memory. One graph runs all groups of K batches, and a second one a smaller last group.
+    At most K batches are in memory. One graph runs all groups of K batches, and a second one a
+    smaller last group.
 
     Args:
-      fn: called as `fn(element)`, also if an element is a tuple; the last batch may be shorter. Returns a structure
-        of tensors.
+      fn: called as `fn(element)`, also if an element is a tuple; the last batch may be shorter.
+        Returns a structure of tensors.
       towers: K, or the K towers of `make_towers`.
     """
     towers = as_towers(towers)
@@ -70,9 +80,11 @@ def map_on_towers(fn: Callable[[Any], Any], dataset: tf.data.Dataset, towers: in
 def run_on_any_batch(
     fn: Callable[[Tower, Any], Any], towers: Sequence[Tower], tensors: Any
 ) -> tuple[list[Any], list[int | tf.Tensor]]:
-    """Split a batch of any length and run `fn(tower, shard)` on each tower, with its backward pass on the same device.
+    """Split a batch of any length and run `fn(tower, shard)` on each tower, with its backward pass
+    on the same device.
 
-    The length may be less than K, or unknown until the graph runs. The last example then replaces an empty shard.
+    The length may be less than K, or unknown until the graph runs. The last example then replaces
+    an empty shard.
 
     Returns:
       [K] results, and [K] numbers of examples, 0 for an empty shard.
@@ -85,7 +97,9 @@ def run_on_any_batch(
         with tf.name_scope("split_batch"):
             length = tf.shape(flat[0])[0]
             for tensor in flat[1:]:
-                tf.debugging.assert_equal(tf.shape(tensor)[0], length, "the tensors of a batch differ in axis 0")
+                tf.debugging.assert_equal(
+                    tf.shape(tensor)[0], length, "the tensors of a batch differ in axis 0"
+                )
             bounds = [length // count * k + tf.minimum(length % count, k) for k in range(count + 1)]
             sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
             starts = [tf.minimum(begin, length - 1) for begin in bounds[:-1]]
@@ -102,40 +116,54 @@ def run_on_any_batch(
 
 
 def join_outputs(structures: Sequence[Any], sizes: Sequence[int | tf.Tensor]) -> Any:
-    """Concatenate the tensors of K equal structures, K x [B/K, ...] -> [B, ...], without the rows of empty shards."""
+    """Concatenate the tensors of K equal structures, K x [B/K, ...] -> [B, ...], without the rows
+    of empty shards.
+    """
     with tf.name_scope("join_batch"):
         counted = [
-            structure if isinstance(size, int) else tf.nest.map_structure(lambda tensor, n=size: tensor[:n], structure)
+            structure
+            if isinstance(size, int)
+            else tf.nest.map_structure(lambda tensor, n=size: tensor[:n], structure)
             for structure, size in zip(structures, sizes, strict=True)
         ]
         return tf.nest.map_structure(lambda *parts: tf.concat(parts, axis=0), *counted)
 
 
 def as_towers(towers: int | Sequence[Tower]) -> list[Tower]:
-    """Return so many towers for a number, otherwise the towers themselves; raise a ValueError if there are none."""
+    """Return so many towers for a number, otherwise the towers themselves; raise a ValueError if
+    there are none.
+    """
     if not towers or (isinstance(towers, int) and towers < 0):
         raise ValueError(f"{towers} is no number of towers to run on; give one or more")
     return make_towers(towers, soft_placement=None) if isinstance(towers, int) else list(towers)
 
 
 def check_outputs(structure: Any, shard: Any, tower: Tower) -> Any:
-    """Return `structure` if each of its tensors has one row per example; the graph checks an unknown length."""
+    """Return `structure` if each of its tensors has one row per example; the graph checks an
+    unknown length.
+    """
     first = tf.nest.flatten(shard)[0]
     for index, output in enumerate(map(tf.convert_to_tensor, tf.nest.flatten(structure))):
         name, rows, examples = f"output {index} of {tower.name}", output.shape[:1], first.shape[:1]
         if output.shape.rank is None or None in rows:
-            tf.debugging.assert_equal(tf.shape(output)[0], tf.shape(first)[0], f"{name} has not one row per example")
+            tf.debugging.assert_equal(
+                tf.shape(output)[0], tf.shape(first)[0], f"{name} has not one row per example"
+            )
         elif rows != examples:
-            raise ValueError(f"{name} has the shape {output.shape}, and not one row for each example of {first.shape}")
+            raise ValueError(
+                f"{name} has the shape {output.shape}, and not one row for each example of "
+                f"{first.shape}"
+            )
     return structure
 
 
 def with_pinned_backward(device: str, scope: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fn` with both its forward and its backward pass on `device`, in the name scope `scope`.
+    """Return `fn` with both its forward and its backward pass on `device`, in the name scope
+    `scope`.
 
-    A tape computes gradients on the device where it is asked for them. Therefore the returned function records a tape
-    of its own on `device`, whose gradients it hands to any outer tape. Variables that `fn` reads get gradients too. The
-    arguments are positional structures of tensors.
+    A tape computes gradients on the device where it is asked for them. Therefore the returned
+    function records a tape of its own on `device`, whose gradients it hands to any outer tape.
+    Variables that `fn` reads get gradients too. The arguments are positional structures of tensors.
     """
 
     def pinned(*structures: Any) -> Any:
@@ -148,15 +176,23 @@ def with_pinned_backward(device: str, scope: str, fn: Callable[..., Any]) -> Cal
                 watched = [tensor for tensor in inputs if _has_gradient(tensor)]
                 tape.watch(watched)
                 output_structure = fn(*tf.nest.pack_sequence_as(structures, inputs))
-                outputs = [tf.convert_to_tensor(output) for output in tf.nest.flatten(output_structure)]
+                outputs = [
+                    tf.convert_to_tensor(output) for output in tf.nest.flatten(output_structure)
+                ]
 
             def gradient(*upstream: tf.Tensor, variables: Sequence[Any] = ()) -> Any:
-                pairs = [(y, dy) for y, dy in zip(outputs, upstream, strict=True) if _has_gradient(y)]
+                pairs = [
+                    (y, dy) for y, dy in zip(outputs, upstream, strict=True) if _has_gradient(y)
+                ]
                 targets, output_gradients = [y for y, _ in pairs], [dy for _, dy in pairs]
                 with tf.device(device), tf.name_scope(f"{scope}/gradient"):
-                    gradients = tape.gradient(targets, [*watched, *variables], output_gradients=output_gradients)
+                    gradients = tape.gradient(
+                        targets, [*watched, *variables], output_gradients=output_gradients
+                    )
                 remaining = iter(gradients)
-                input_gradients = [next(remaining) if _has_gradient(tensor) else None for tensor in inputs]
+                input_gradients = [
+                    next(remaining) if _has_gradient(tensor) else None for tensor in inputs
+                ]
                 return (input_gradients, list(remaining)) if variables else input_gradients
 
             return outputs, gradient

@@ -19,20 +19,29 @@ HOST = "/CPU:0"  # the device whose memory is the machine's main memory
 _thread = threading.local()  # .pinned: the device of the innermost `pin_to_device`
 
 
-def variable_placement(policy: str = "cpu", towers: Sequence[Tower] = ()) -> AbstractContextManager[None]:
-    """Create every variable inside on the device that `policy` chooses, also Keras variables and optimizer slots.
+def variable_placement(
+    policy: str = "cpu", towers: Sequence[Tower] = ()
+) -> AbstractContextManager[None]:
+    """Create every variable inside on the device that `policy` chooses, also Keras variables and
+    optimizer slots.
 
-    A variable inside `pin_to_device` is on that device instead; `least_loaded` counts its bytes too.
+    A variable inside `pin_to_device` is on that device instead; `least_loaded` counts its bytes
+    too.
 
     Args:
-      policy: `cpu` is host memory, from which every tower reads. `round_robin` takes the towers' devices in turn.
-        `least_loaded` takes the towers' device that holds the fewest bytes of variables so far, the first of equals.
+      policy: `cpu` is host memory, from which every tower reads. `round_robin` takes the towers'
+        devices in turn. `least_loaded` takes the towers' device that holds the fewest bytes of
+        variables so far, the first of equals.
       towers: the towers over whose devices variables are spread; `cpu` needs none.
     """
-    return custom_placement(PLACEMENTS[policy](list(dict.fromkeys(tower.device for tower in towers))))
+    return custom_placement(
+        PLACEMENTS[policy](list(dict.fromkeys(tower.device for tower in towers)))
+    )
 
 
-Chooser: TypeAlias = Callable[[Counter[str]], str]  # bytes of variables on each device so far -> device of the next one
+Chooser: TypeAlias = Callable[
+    [Counter[str]], str
+]  # bytes of variables on each device so far -> device of the next one
 
 
 def _on_host(devices: Sequence[str]) -> Chooser:
@@ -58,7 +67,9 @@ PLACEMENTS: dict[str, Callable[[Sequence[str]], Chooser]] = {
 
 @contextlib.contextmanager
 def custom_placement(choose: Chooser) -> Iterator[None]:
-    """Create every variable inside on the device that `choose` returns for it, unless it is pinned to another."""
+    """Create every variable inside on the device that `choose` returns for it, unless it is pinned
+    to another.
+    """
     bytes_on: Counter[str] = Counter()
 
     def place(next_creator: Callable[..., tf.Variable], **creation: Any) -> tf.Variable:
@@ -74,7 +85,9 @@ def custom_placement(choose: Chooser) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pin_to_device(device: str) -> Iterator[None]:
-    """Create variables inside on `device`, whatever the placement around them, such as slots beside their weight."""
+    """Create variables inside on `device`, whatever the placement around them, such as slots beside
+    their weight.
+    """
     previous = getattr(_thread, "pinned", "")
     _thread.pinned = device
     try:
@@ -84,23 +97,37 @@ def pin_to_device(device: str) -> Iterator[None]:
         _thread.pinned = previous
 
 
-def placement_report(function: tf.types.experimental.ConcreteFunction, towers: Iterable[Tower]) -> str:
-    """Return a table of a traced step: each variable's device, each device's bytes, each tower's operations."""
+def placement_report(
+    function: tf.types.experimental.ConcreteFunction, towers: Iterable[Tower]
+) -> str:
+    """Return a table of a traced step: each variable's device, each device's bytes, each tower's
+    operations.
+    """
     lines = []
     bytes_on: Counter[str] = Counter()
     for variable in sorted(function.variables, key=lambda variable: variable.name):
         size, device = _num_bytes(variable), short_device(variable.device)
         bytes_on[device] += size
-        lines.append(f"{variable.name.removesuffix(':0'):50}  {variable.shape!s:16}  {size:12,} bytes  {device}")
+        lines.append(
+            f"{variable.name.removesuffix(':0'):50}  {variable.shape!s:16}  {size:12,} bytes  "
+            f"{device}"
+        )
     lines += [f"{device}: {size:,} bytes of variables" for device, size in sorted(bytes_on.items())]
     for tower in towers:
         counts = tower_devices(function, tower).most_common()
-        lines.append(f"{tower.name}: " + ", ".join(f"{count} operations on {device}" for device, count in counts))
+        lines.append(
+            f"{tower.name}: "
+            + ", ".join(f"{count} operations on {device}" for device, count in counts)
+        )
     return "\n".join(lines)
 
 
-def tower_devices(function: tf.types.experimental.ConcreteFunction, tower: Tower, op_type: str = "") -> Counter[str]:
-    """Count the tower's operations, or those of one type, by device. Reads of variables do not count."""
+def tower_devices(
+    function: tf.types.experimental.ConcreteFunction, tower: Tower, op_type: str = ""
+) -> Counter[str]:
+    """Count the tower's operations, or those of one type, by device. Reads of variables do not
+    count.
+    """
     return Counter(
         short_device(op.device)
         for op in function.graph.get_operations()

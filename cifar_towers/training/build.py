@@ -1,4 +1,6 @@
-"""From settings to the parts of a run: devices, batches, model, state, step. Parts take plain values."""
+"""From settings to the parts of a run: devices, batches, model, state, step. Parts take plain
+values.
+"""
 
 import contextlib
 import dataclasses
@@ -31,11 +33,21 @@ from cifar_towers.towers import Tower, make_towers, variable_placement
 from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT, on_gpus
 from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
 from cifar_towers.towers.placement import HOST
-from cifar_towers.training.distributed_step import make_mirrored_step, make_multi_worker_strategy, make_strategy
+from cifar_towers.training.distributed_step import (
+    make_mirrored_step,
+    make_multi_worker_strategy,
+    make_strategy,
+)
 from cifar_towers.training.losses import OWN, cross_entropy, make_loss
 from cifar_towers.training.optimizers import make_optimizer
 from cifar_towers.training.state import TrainState
-from cifar_towers.training.step import PROXY, Update, compile_whole, make_update, select_hard_examples
+from cifar_towers.training.step import (
+    PROXY,
+    Update,
+    compile_whole,
+    make_update,
+    select_hard_examples,
+)
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +61,8 @@ def setup_devices(
 ) -> tuple[tf.distribute.Strategy | None, list[Tower]]:
     """Set up the towers that a config asks for, on this machine or on those of a cluster.
 
-    With a cluster the call waits for all workers. It returns a strategy that joins them, and the towers of all.
+    With a cluster the call waits for all workers. It returns a strategy that joins them, and the
+    towers of all.
 
     Raises:
       UsageError: the machine cannot have the towers, or they cannot share the batch evenly.
@@ -90,42 +103,62 @@ def _make_deterministic(config: DeviceConfig) -> None:
 
 
 def make_batches(
-    config: TrainConfig, train: Split, rows: tuple[int, int] | None = None, towers: Sequence[Tower] = ()
+    config: TrainConfig,
+    train: Split,
+    rows: tuple[int, int] | None = None,
+    towers: Sequence[Tower] = (),
 ) -> Batches:
-    """Return the batches of a run over `train`; see `Batches`. They are copied to a single GPU ahead of their step."""
+    """Return the batches of a run over `train`; see `Batches`. They are copied to a single GPU
+    ahead of their step.
+    """
     takes_all = len(towers) == 1 and on_gpus(towers) and not config.hard_example_pool
     device = towers[0].device if takes_all else ""
-    return Batches(train, config.examples_drawn, config.seed, config.flip, rows, bool(config.augment), device)
+    return Batches(
+        train, config.examples_drawn, config.seed, config.flip, rows, bool(config.augment), device
+    )
 
 
 def make_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
     """Return the augmentation of a run, without a function of the user's."""
-    settings = {name: getattr(config, name) for name in Augmentation._fields if name not in ("mean", "std", "own")}
+    settings = {
+        name: getattr(config, name)
+        for name in Augmentation._fields
+        if name not in ("mean", "std", "own")
+    }
     return Augmentation(**settings, mean=info.mean, std=info.std)
 
 
 def make_own_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
-    """Return the augmentation of a run's training images, with a function of the user's if there is one."""
+    """Return the augmentation of a run's training images, with a function of the user's if there is
+    one.
+    """
     augmentation = make_augmentation(config, info)
     if not config.augment:
         return augmentation
     image_size, num_classes = config.crop or info.image_size, len(info.class_names)
     may_mix = not config.hard_example_pool
-    return augmentation._replace(own=load_augmentation(config.augment, image_size, num_classes, may_mix))
+    return augmentation._replace(
+        own=load_augmentation(config.augment, image_size, num_classes, may_mix)
+    )
 
 
-def make_example_loss(config: TrainConfig, num_classes: int) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+def make_example_loss(
+    config: TrainConfig, num_classes: int
+) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
     """Return the loss (labels, logits) -> [B] of each example: the user's, or the cross entropy."""
     if config.loss:
         return load_loss(config.loss, num_classes)
     return functools.partial(cross_entropy, smoothing=config.label_smoothing)
 
 
-def make_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Split | None = None) -> keras.Model:
-    """Return the model with initial weights from the seed. Whitening filters are computed from `train`.
+def make_model(
+    config: TrainConfig, precision: str, info: DatasetInfo, train: Split | None = None
+) -> keras.Model:
+    """Return the model with initial weights from the seed. Whitening filters are computed from
+    `train`.
 
-    Leave out `train` to restore weights. Whitening filters are then zeros, and a user's model is not checked.
-    The caller's random number generators are restored.
+    Leave out `train` to restore weights. Whitening filters are then zeros, and a user's model is
+    not checked. The caller's random number generators are restored.
 
     Raises:
       UsageError: a user's model cannot be built, or towers cannot train it.
@@ -135,7 +168,9 @@ def make_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Sp
     with _seeded(config.seed):
         if config.user_model:
             naming.reset_uids()  # layers without a name are called the same in every process
-            model = user_model.build_model(load_function("model", config.model), image_size, num_classes, policy)
+            model = user_model.build_model(
+                load_function("model", config.model), image_size, num_classes, policy
+            )
             if train is not None:
                 user_model.check_model(model, image_size, num_classes, is_synchronized)
         else:
@@ -145,7 +180,9 @@ def make_model(config: TrainConfig, precision: str, info: DatasetInfo, train: Sp
             elif train is not None:
                 parts = chunks(train.images[: config.whitening_images], MAX_WHITENING_PIXELS)
                 normalize = make_augmentation(config, info).evaluate
-                options["whitening"] = whitening_kernel(normalize(images).numpy() for images in parts)
+                options["whitening"] = whitening_kernel(
+                    normalize(images).numpy() for images in parts
+                )
             model = MODELS[config.model](**options)
     if is_synchronized:
         synchronize(model)
@@ -159,22 +196,33 @@ def _seeded(seed: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
-        stack.callback(vars(tensorflow).update, _seed=tensorflow._seed, _rng=getattr(tensorflow, "_rng", None))
+        stack.callback(
+            vars(tensorflow).update, _seed=tensorflow._seed, _rng=getattr(tensorflow, "_rng", None)
+        )
         for name in ("global_random_seed", "global_seed_generator"):
-            stack.callback(global_state.set_global_attribute, name, global_state.get_global_attribute(name))
+            stack.callback(
+                global_state.set_global_attribute, name, global_state.get_global_attribute(name)
+            )
         keras.utils.set_random_seed(seed)
         yield
 
 
 def make_loss_fn(config: TrainConfig, model: keras.Model) -> tuple[Callable, list[str]]:
-    """Return the tower's loss, with the weight losses that belong to the net, and the names of its terms."""
+    """Return the tower's loss, with the weight losses that belong to the net, and the names of its
+    terms.
+    """
     decays = WEIGHT_DECAYS.get(config.model, {})
     paths = [variable.path for variable in model.trainable_variables]
-    weight_losses = {layer: (paths.index(f"{layer}/kernel"), factor) for layer, factor in decays.items()}
+    weight_losses = {
+        layer: (paths.index(f"{layer}/kernel"), factor) for layer, factor in decays.items()
+    }
     terms = ["cross_entropy", *(f"{layer}/weight_loss" for layer in weight_losses)]
     if config.user_model and user_model.adds_losses(model, config.crop or config.image_size):
         terms.append(OWN)
-    return make_loss(make_example_loss(config, model.output.shape[-1]), weight_losses), [*terms, "total_loss"]
+    return make_loss(make_example_loss(config, model.output.shape[-1]), weight_losses), [
+        *terms,
+        "total_loss",
+    ]
 
 
 def make_training(
@@ -186,16 +234,19 @@ def make_training(
     augmentation: Augmentation,
     strategy: tf.distribute.Strategy | None = None,
 ) -> tuple[TrainState, Update]:
-    """Return state and step of a run: shared or mirrored variables, on towers or in pipeline stages.
+    """Return state and step of a run: shared or mirrored variables, on towers or in pipeline
+    stages.
 
-    The step is a `tf.function` with the arguments that `step.make_update` describes. On a cluster, whose `strategy`
-    joins the towers of all workers, the step also takes `stop_signal`.
+    The step is a `tf.function` with the arguments that `step.make_update` describes. On a cluster,
+    whose `strategy` joins the towers of all workers, the step also takes `stop_signal`.
 
     Raises:
       UsageError: the machine or the model does not allow this.
     """
     placement = resolve_placement(config, towers)
-    beside_all = len(towers) == 1 and (placement != "cpu" or towers[0].device == HOST)  # the only tower, all variables
+    beside_all = len(towers) == 1 and (
+        placement != "cpu" or towers[0].device == HOST
+    )  # the only tower, all variables
     compiles_whole = config.jit_compile and beside_all and not augmentation.own
     home = towers[0].device if compiles_whole else HOST
     make_state_fn = functools.partial(make_state, config, precision, train, length, home)
@@ -209,22 +260,35 @@ def make_training(
         return state, make_mirrored_step(strategy, state, towers, loss_fn, augmentation, parts)
     if config.strategy == "stages":
         devices = [tower.device for tower in towers]
-        with stage_placement(lambda: make_model(config, precision, train.info), devices, open_size=image_size):
+        with stage_placement(
+            lambda: make_model(config, precision, train.info), devices, open_size=image_size
+        ):
             state, loss_fn = make_state_fn()
         if OWN in state.loss_averages.sums:
-            raise UsageError("strategy=stages cannot train a net that adds losses of its own, as regularizers do")
+            raise UsageError(
+                "strategy=stages cannot train a net that adds losses of its own, as regularizers do"
+            )
         stages = cut_in_stages(state.model, devices, open_size=image_size)
-        update = make_update(state, towers[:1], loss_fn, augmentation, micro_batches=parts, stages=stages)
+        update = make_update(
+            state, towers[:1], loss_fn, augmentation, micro_batches=parts, stages=stages
+        )
         return state, tf.function(update, autograph=False)
-    options: dict[str, Any] = {"micro_batches": parts, "synchronized": config.batch_statistics == "synchronized"}
+    options: dict[str, Any] = {
+        "micro_batches": parts,
+        "synchronized": config.batch_statistics == "synchronized",
+    }
     with variable_placement(placement, towers):
         state, loss_fn = make_state_fn()
         update = make_update(state, towers, loss_fn, augmentation, **options)
         if config.hard_example_pool:
             with tf.name_scope(PROXY):
-                state.proxy, proxy_loss = make_state(proxy_config(config), precision, train, length, home)
+                state.proxy, proxy_loss = make_state(
+                    proxy_config(config), precision, train, length, home
+                )
             proxy_options = options | {"example_loss": make_example_loss(config, num_classes)}
-            proxy_update = make_update(state.proxy, towers, proxy_loss, augmentation, **proxy_options)
+            proxy_update = make_update(
+                state.proxy, towers, proxy_loss, augmentation, **proxy_options
+            )
             update = select_hard_examples(update, proxy_update, config.batch_size)
     if compiles_whole:
         update = compile_whole(update)
@@ -232,13 +296,19 @@ def make_training(
 
 
 def resolve_placement(config: TrainConfig, towers: Sequence[Tower]) -> str:
-    """Return the variable placement of a run: the config's, or the default for its model, devices and `jit_compile`."""
-    by_gpus = config.model in SPEEDNETS or config.jit_compile  # the update of a speednet is too much for their host
+    """Return the variable placement of a run: the config's, or the default for its model, devices
+    and `jit_compile`.
+    """
+    by_gpus = (
+        config.model in SPEEDNETS or config.jit_compile
+    )  # the update of a speednet is too much for their host
     return config.variable_placement or ("round_robin" if by_gpus and on_gpus(towers) else "cpu")
 
 
 def proxy_config(config: TrainConfig) -> TrainConfig:
-    """Return the config of the proxy net, which trains on the whole pool of examples and keeps no averages."""
+    """Return the config of the proxy net, which trains on the whole pool of examples and keeps no
+    averages.
+    """
     return dataclasses.replace(
         config,
         model="speednet_proxy",
@@ -252,7 +322,9 @@ def proxy_config(config: TrainConfig) -> TrainConfig:
 def make_state(
     config: TrainConfig, precision: str, train: Split, length: schedules.RunLength, home: str = HOST
 ) -> tuple[TrainState, Callable]:
-    """Return (state, loss function): everything with variables, in the placement of the surrounding scope."""
+    """Return (state, loss function): everything with variables, in the placement of the surrounding
+    scope.
+    """
     model = make_model(config, precision, train.info, train)
     loss_fn, terms = make_loss_fn(config, model)
     optimizer = make_optimizer(
@@ -268,13 +340,19 @@ def make_state(
         is_speednet=config.model in SPEEDNETS,
     )
     averages = config.ema_decay, config.lookahead
-    return TrainState(model, optimizer, terms, length.total, *averages, config.jit_compile, home), loss_fn
+    return TrainState(
+        model, optimizer, terms, length.total, *averages, config.jit_compile, home
+    ), loss_fn
 
 
 def role_schedules(config: TrainConfig, length: schedules.RunLength) -> dict[str, tuple]:
-    """Return (peak learning rate, factor of a step[, first step without training]) of each role over a run."""
+    """Return (peak learning rate, factor of a step[, first step without training]) of each role
+    over a run.
+    """
     shape, points = schedules.parse_rate_schedule(config.learning_rate_schedule)
-    factor = functools.partial(schedules.RATE_SHAPES[shape], steps=points.steps(length), values=points.values)
+    factor = functools.partial(
+        schedules.RATE_SHAPES[shape], steps=points.steps(length), values=points.values
+    )
     whitening_steps = math.ceil(schedules.to_steps(config.whitening_epochs, length.steps_per_epoch))
     bias_rate = config.bias_learning_rate or config.learning_rate
     whitening_rate = config.whitening_learning_rate or bias_rate
@@ -296,21 +374,24 @@ def make_image_size_fn(config: TrainConfig, length: schedules.RunLength) -> Call
     image_size_at = schedules.ImageSizeSchedule(config.image_size_schedule, full_size).at(length)
     if (size := image_size_at(length.total - 1)) != full_size:
         raise UsageError(
-            f"image_size_schedule={config.image_size_schedule} is still at {size} pixels in the last of {length.total} "
-            f"steps, and the net is evaluated on {full_size}; give places e.g. as 60%=32"
+            f"image_size_schedule={config.image_size_schedule} is still at {size} pixels in the "
+            f"last of {length.total} steps, and the net is evaluated on {full_size}; give places "
+            "e.g. as 60%=32"
         )
     return image_size_at
 
 
-# An augmentation and a loss of the user's own ------------------------------------------------------------------------
+# An augmentation and a loss of the user's own -----------------------------------------------------
 
 
-def load_augmentation(name: str, image_size: int, num_classes: int, may_mix: bool = True) -> Callable:
+def load_augmentation(
+    name: str, image_size: int, num_classes: int, may_mix: bool = True
+) -> Callable:
     """Return the function (images, labels, draws) -> (images, labels) of a user's augmentation.
 
-    The user's function takes normalized images [b, s, s, 3] float32 and draws [b, 8], uniform random numbers in [0, 1)
-    of each example, and returns images. A function with an argument named `labels` also takes the labels as one-hot
-    rows [b, C] float32, and returns (images, labels).
+    The user's function takes normalized images [b, s, s, 3] float32 and draws [b, 8], uniform
+    random numbers in [0, 1) of each example, and returns images. A function with an argument named
+    `labels` also takes the labels as one-hot rows [b, C] float32, and returns (images, labels).
 
     Raises:
       UsageError: the function takes labels without `may_mix`, or `_check_function` refuses it.
@@ -318,9 +399,14 @@ def load_augmentation(name: str, image_size: int, num_classes: int, may_mix: boo
     function = load_function("augment", name)
     takes_labels = "labels" in inspect.signature(function).parameters
     if takes_labels and not may_mix:
-        raise UsageError(f"augment={name}: it takes labels, so it may mix the examples; give --hard_example_pool=0")
+        raise UsageError(
+            f"augment={name}: it takes labels, so it may mix the examples; give "
+            "--hard_example_pool=0"
+        )
 
-    def augment(images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def augment(
+        images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         if takes_labels:
             return function(images=images, labels=tf.one_hot(labels, num_classes), draws=draws)
         return function(images=images, draws=draws), labels
@@ -337,8 +423,9 @@ def load_augmentation(name: str, image_size: int, num_classes: int, may_mix: boo
 def load_loss(name: str, num_classes: int) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
     """Return the function (labels, logits) -> [b] losses of a user's loss.
 
-    The user's function takes labels [b, C] float32, rows of sum 1, and logits [b, C] float32, and returns a loss for
-    each example. The labels of the function that is returned may also be [b] classes.
+    The user's function takes labels [b, C] float32, rows of sum 1, and logits [b, C] float32, and
+    returns a loss for each example. The labels of the function that is returned may also be [b]
+    classes.
 
     Raises:
       UsageError: `_check_function` refuses the function.
@@ -349,17 +436,26 @@ def load_loss(name: str, num_classes: int) -> Callable[[tf.Tensor, tf.Tensor], t
         labels = labels if labels.shape.rank == 2 else tf.one_hot(labels, num_classes)
         return function(labels=labels, logits=tf.cast(logits, tf.float32))
 
-    logits = tf.constant(np.random.default_rng(0).normal(size=[NUM_EXAMPLES, num_classes]), tf.float32)
+    logits = tf.constant(
+        np.random.default_rng(0).normal(size=[NUM_EXAMPLES, num_classes]), tf.float32
+    )
     labels = tf.range(NUM_EXAMPLES) % num_classes
     _check_function(f"loss={name}", lambda: [loss(labels, logits)], [logits[:, 0]])
     return loss
 
 
 def _check_function(name: str, call: Callable[[], Sequence], expected: Sequence[tf.Tensor]) -> None:
-    """Raise UsageError unless a function returns tensors like the expected ones, and the same in a second call."""
+    """Raise UsageError unless a function returns tensors like the expected ones, and the same in a
+    second call.
+    """
     first, second = ([tf.convert_to_tensor(result) for result in call()] for _ in range(2))
-    shapes, wanted = ([f"{tuple(each.shape)} {each.dtype.name}" for each in tensors] for tensors in (first, expected))
+    shapes, wanted = (
+        [f"{tuple(each.shape)} {each.dtype.name}" for each in tensors]
+        for tensors in (first, expected)
+    )
     if shapes != wanted:
         raise UsageError(f"{name} returns {', '.join(shapes)}, not {', '.join(wanted)}")
     if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(first, second, strict=True)):
-        raise UsageError(f"{name} returns other values in a second call; it must be a function of its arguments")
+        raise UsageError(
+            f"{name} returns other values in a second call; it must be a function of its arguments"
+        )

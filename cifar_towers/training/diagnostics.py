@@ -1,4 +1,6 @@
-"""Diagnostics: of a summary step, with NumPy, from the gradients that it returns; and why steps were skipped."""
+"""Diagnostics: of a summary step, with NumPy, from the gradients that it returns; and why steps
+were skipped.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,20 +20,27 @@ NUM_EXAMPLES = 64  # whose activations are measured
 NUM_IMAGES = 16  # of these, that are shown
 MAX_SKIPPED_STEPS = 3  # in a row; then the run ends
 NONLINEAR = tuple(
-    getattr(keras.layers, name) for name in ("Activation", "ReLU", "LeakyReLU", "PReLU", "ELU", "Softmax")
+    getattr(keras.layers, name)
+    for name in ("Activation", "ReLU", "LeakyReLU", "PReLU", "ELU", "Softmax")
 )
 
 
 class StepDiagnostics(NamedTuple):
     """The diagnostics of a summary step."""
 
-    images: np.ndarray  # [n, S, S, 3] images of the final tower of this process, as the model sees them
+    images: (
+        np.ndarray
+    )  # [n, S, S, 3] images of the final tower of this process, as the model sees them
     labels: np.ndarray  # [n] labels of these images
-    activations: dict[str, np.ndarray]  # outputs of the `activation_layers` for the first examples of that tower
+    activations: dict[
+        str, np.ndarray
+    ]  # outputs of the `activation_layers` for the first examples of that tower
     weights: dict[str, np.ndarray]  # trained variables after the step
     gradients: dict[str, np.ndarray]  # mean gradients of these variables
     tower_gradient_norm: np.ndarray  # [K] norm of each tower's gradient
-    tower_gradient_cosine: np.ndarray  # [K] cosine between each tower's gradient and the mean gradient
+    tower_gradient_cosine: (
+        np.ndarray
+    )  # [K] cosine between each tower's gradient and the mean gradient
 
 
 def make_diagnose_fn(
@@ -56,17 +65,27 @@ def make_diagnose_fn(
         first = tf.nest.map_structure(lambda tensor: tensor[start : start + NUM_EXAMPLES], batch)
         values: Sequence = []
         with tf.device(towers[-1].device):
-            images, _ = augmentation.augment_with_labels(first.images, first.labels, first.draws, finished.image_size)
+            images, _ = augmentation.augment_with_labels(
+                first.images, first.labels, first.draws, finished.image_size
+            )
             if activations_of:
-                values, _ = activations_of.stateless_call(*variable_values(activations_of), images, training=True)
+                values, _ = activations_of.stateless_call(
+                    *variable_values(activations_of), images, training=True
+                )
         names = [variable.path for variable in model.trainable_variables]
-        gradients = {name: g for name, g in zip(names, metrics.gradients, strict=True) if g is not None}
+        gradients = {
+            name: g for name, g in zip(names, metrics.gradients, strict=True) if g is not None
+        }
         norms, cosines = tower_agreement(metrics)
         return StepDiagnostics(
             images=_as_float32(images)[:NUM_IMAGES],
             labels=first.labels.numpy()[:NUM_IMAGES],
-            activations={layer.name: _as_float32(v) for layer, v in zip(measured, values, strict=False)},
-            weights={variable.path: _as_float32(variable.value) for variable in model.trainable_variables},
+            activations={
+                layer.name: _as_float32(v) for layer, v in zip(measured, values, strict=False)
+            },
+            weights={
+                variable.path: _as_float32(variable.value) for variable in model.trainable_variables
+            },
             gradients=gradients,
             tower_gradient_norm=norms,
             tower_gradient_cosine=cosines,
@@ -76,7 +95,8 @@ def make_diagnose_fn(
 
 
 def activation_layers(model: keras.Model) -> list[keras.layers.Layer]:
-    """Return the layers whose outputs are measured: each layer that ends in a nonlinear function, and the last layer.
+    """Return the layers whose outputs are measured: each layer that ends in a nonlinear function,
+    and the last layer.
 
     The list is empty for a model that is not a graph of layers.
     """
@@ -85,14 +105,21 @@ def activation_layers(model: keras.Model) -> list[keras.layers.Layer]:
 
     def nonlinear(layer) -> bool:
         activation = getattr(layer, "activation", None)
-        return isinstance(layer, (*NONLINEAR, layers.Activation)) or activation not in (None, keras.activations.linear)
+        return isinstance(layer, (*NONLINEAR, layers.Activation)) or activation not in (
+            None,
+            keras.activations.linear,
+        )
 
     measured = [layer for layer in model.layers[:-1] if nonlinear(layer)] + model.layers[-1:]
-    return [layer for layer in measured if not isinstance(layer, keras.Model)]  # a nested model has a graph of its own
+    return [
+        layer for layer in measured if not isinstance(layer, keras.Model)
+    ]  # a nested model has a graph of its own
 
 
 def tower_agreement(metrics: StepMetrics) -> tuple[np.ndarray, np.ndarray]:
-    """Return each tower's gradient norm [K], and the cosine [K] between its gradient and the mean gradient."""
+    """Return each tower's gradient norm [K], and the cosine [K] between its gradient and the mean
+    gradient.
+    """
     mean = _flatten(metrics.gradients, metrics.gradients)
     towers = [_flatten(gradients, metrics.gradients) for gradients in metrics.tower_gradients]
     norms = np.array([np.linalg.norm(tower) for tower in towers])
@@ -101,21 +128,29 @@ def tower_agreement(metrics: StepMetrics) -> tuple[np.ndarray, np.ndarray]:
     return norms, np.divide(cosines, products, out=np.zeros_like(products), where=products > 0)
 
 
-def _flatten(gradients: Sequence[np.ndarray | None], means: Sequence[np.ndarray | None]) -> np.ndarray:
-    """Return a tower's gradients as one vector, with zeros where other towers alone have a gradient."""
+def _flatten(
+    gradients: Sequence[np.ndarray | None], means: Sequence[np.ndarray | None]
+) -> np.ndarray:
+    """Return a tower's gradients as one vector, with zeros where other towers alone have a
+    gradient.
+    """
     pairs = [(own, mean) for own, mean in zip(gradients, means, strict=True) if mean is not None]
-    return np.concatenate([np.ravel(np.zeros_like(mean) if own is None else own) for own, mean in pairs]).astype(float)
+    return np.concatenate(
+        [np.ravel(np.zeros_like(mean) if own is None else own) for own, mean in pairs]
+    ).astype(float)
 
 
 def _as_float32(values: tf.Tensor) -> np.ndarray:
     return tf.cast(values, tf.float32).numpy()
 
 
-# Skipped steps --------------------------------------------------------------------------------------------------------
+# Skipped steps ------------------------------------------------------------------------------------
 
 
 class Health:
-    """The number of steps that were skipped because a number was not finite: in all, and the last ones in a row."""
+    """The number of steps that were skipped because a number was not finite: in all, and the last
+    ones in a row.
+    """
 
     def __init__(self, state: TrainState, towers: Sequence[Tower]):
         self._state, self._towers = state, towers
@@ -127,10 +162,15 @@ class Health:
 
     def restore(self, metadata: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's metadata."""
-        self.skipped_steps, self.skipped_in_a_row = metadata["skipped_steps"], metadata["skipped_in_a_row"]
+        self.skipped_steps, self.skipped_in_a_row = (
+            metadata["skipped_steps"],
+            metadata["skipped_in_a_row"],
+        )
 
     def record(self, finished: FinishedStep) -> str:
-        """Count a finished step; return a line with the reason if it, or the proxy's step, was skipped, else ""."""
+        """Count a finished step; return a line with the reason if it, or the proxy's step, was
+        skipped, else "".
+        """
         metrics, state, prefix = finished.metrics, self._state, ""
         if metrics.updated and metrics.proxy and state.proxy:
             metrics, state, prefix = metrics.proxy, state.proxy, f"{PROXY}: "
@@ -145,9 +185,14 @@ class Health:
 
 
 def describe_nonfinite(
-    metrics: StepMetrics, towers: Sequence[Tower], weight_names: Sequence[str], update_names: Sequence[str]
+    metrics: StepMetrics,
+    towers: Sequence[Tower],
+    weight_names: Sequence[str],
+    update_names: Sequence[str],
 ) -> str:
-    """Name the first non-finite number that a step recorded, e.g. `total_loss of tower_1 is not finite`."""
+    """Name the first non-finite number that a step recorded, e.g. `total_loss of tower_1 is not
+    finite`.
+    """
     names = [*metrics.losses, *(f"the gradient of {name}" for name in reversed(weight_names))]
     for tower, index in zip(towers, np.atleast_1d(metrics.nonfinite_towers), strict=True):
         if index >= 0:

@@ -1,7 +1,8 @@
-"""The training step under `tf.distribute`: one replica for each tower, in one process or in several.
+"""The training step under `tf.distribute`: one replica for each tower, in one process or in
+several.
 
-Every replica has its own copy of all variables. The gradients meet in an all-reduce, and each replica applies the same
-update to its copy.
+Every replica has its own copy of all variables. The gradients meet in an all-reduce, and each
+replica applies the same update to its copy.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,14 @@ from cifar_towers.errors import UsageError
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.devices import make_towers, on_gpus
 from cifar_towers.training.state import TrainState, UpdateResult
-from cifar_towers.training.step import StepMetrics, TowerResult, Update, all_finite, make_step_metrics, make_tower_fn
+from cifar_towers.training.step import (
+    StepMetrics,
+    TowerResult,
+    Update,
+    all_finite,
+    make_step_metrics,
+    make_tower_fn,
+)
 
 MEAN, SUM = tf.distribute.ReduceOp.MEAN, tf.distribute.ReduceOp.SUM
 
@@ -23,7 +31,8 @@ MEAN, SUM = tf.distribute.ReduceOp.MEAN, tf.distribute.ReduceOp.SUM
 def make_strategy(towers: Sequence[Tower]) -> tf.distribute.MirroredStrategy:
     """Return a mirrored strategy over the towers' devices.
 
-    Several towers that have a GPU each are joined by NCCL. Otherwise the first device adds up and copies back.
+    Several towers that have a GPU each are joined by NCCL. Otherwise the first device adds up and
+    copies back.
     """
     own_gpus = on_gpus(towers) and 1 < len(towers) <= len(tf.config.get_visible_devices("GPU"))
     all_reduce = tf.distribute.NcclAllReduce() if own_gpus else tf.distribute.ReductionToOneDevice()
@@ -35,8 +44,9 @@ def make_multi_worker_strategy(
 ) -> tuple[tf.distribute.MultiWorkerMirroredStrategy, list[Tower]]:
     """Return a strategy that joins W processes, and the towers of all, in the order of the workers.
 
-    The call waits for all workers, at [W] `addresses` as host:port. Each worker opens a port without authentication, on
-    every interface of its machine. `num_gpus` and `soft_placement` are those of `make_towers`.
+    The call waits for all workers, at [W] `addresses` as host:port. Each worker opens a port
+    without authentication, on every interface of its machine. `num_gpus` and `soft_placement` are
+    those of `make_towers`.
 
     Raises:
       UsageError: more towers than TensorFlow lets a worker have, or GPUs that are not there.
@@ -50,12 +60,17 @@ def make_multi_worker_strategy(
     make_towers(num_gpus, multi_worker=True, soft_placement=soft_placement)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(
         tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec({"worker": list(addresses)}), task_type="worker", task_id=index, rpc_layer="grpc"
+            tf.train.ClusterSpec({"worker": list(addresses)}),
+            task_type="worker",
+            task_id=index,
+            rpc_layer="grpc",
         )
     )
     mine = strategy.extended.worker_devices
     everyone = [
-        device.replace(f"task:{index}", f"task:{worker}") for worker in range(len(addresses)) for device in mine
+        device.replace(f"task:{index}", f"task:{worker}")
+        for worker in range(len(addresses))
+        for device in mine
     ]
     return strategy, [Tower(place, device) for place, device in enumerate(everyone)]
 
@@ -68,10 +83,12 @@ def make_mirrored_step(
     augmentation: Augmentation,
     micro_batches: int = 1,
 ) -> Update:
-    """Return the training step of K towers, which are the strategy's replicas; see `make_update` for its arguments.
+    """Return the training step of K towers, which are the strategy's replicas; see `make_update`
+    for its arguments.
 
-    If other processes have some of the towers, the step takes this process's part of the batch and a `stop_signal`, and
-    returns the largest of all signals. Its metrics cover all towers, except `tower_gradients`.
+    If other processes have some of the towers, the step takes this process's part of the batch and
+    a `stop_signal`, and returns the largest of all signals. Its metrics cover all towers, except
+    `tower_gradients`.
 
     Args:
       state: built in `strategy.scope()`.
@@ -86,7 +103,9 @@ def make_mirrored_step(
         with tf.name_scope(tower.name):
             result = tower_fn(tower, shards[local_towers.index(tower)], groups, image_size)
         own_gradients, new_values = result.gradients, result.non_trainable
-        floating = [value if value is not None and value.dtype.is_floating else None for value in new_values]
+        floating = [
+            value if value is not None and value.dtype.is_floating else None for value in new_values
+        ]
         with tf.name_scope("all_reduce"):  # the replicas meet here
             gradients, reduced = _all_reduce(context, own_gradients, floating)
             scalars = result.losses, result.num_correct, result.nonfinite_index
@@ -95,7 +114,9 @@ def make_mirrored_step(
         exchanged = result._replace(
             losses=losses,
             gradients=gradients,
-            non_trainable=[own if new is None else new for own, new in zip(new_values, reduced, strict=True)],
+            non_trainable=[
+                own if new is None else new for own, new in zip(new_values, reduced, strict=True)
+            ],
             num_correct=num_correct,
             nonfinite_index=nonfinite_index,
         )
@@ -113,54 +134,86 @@ def make_mirrored_step(
         updated = strategy.extended.update(
             state.step,
             update_replica,
-            args=(reduced.gradients, reduced.non_trainable, results[-1].losses, learning_rates, all_finite(results)),
+            args=(
+                reduced.gradients,
+                reduced.non_trainable,
+                results[-1].losses,
+                learning_rates,
+                all_finite(results),
+            ),
         )
         gradients = list(zip(local[0][0].gradients, state.weights, strict=True))
         num_examples = batch.labels.shape[0] * len(towers) // len(local_towers)
-        metrics = make_step_metrics(results, gradients, _by_replica(strategy, updated)[0], num_examples)
-        return metrics._replace(tower_gradients=[own for _, own, _ in local], stop_signal=local[0][2])
+        metrics = make_step_metrics(
+            results, gradients, _by_replica(strategy, updated)[0], num_examples
+        )
+        return metrics._replace(
+            tower_gradients=[own for _, own, _ in local], stop_signal=local[0][2]
+        )
 
-    def without_signal(batch, learning_rates, image_size=0) -> StepMetrics:  # a traced function has no defaults
+    def without_signal(
+        batch, learning_rates, image_size=0
+    ) -> StepMetrics:  # a traced function has no defaults
         return train_step(batch, learning_rates, image_size, None)
 
-    return tf.function(without_signal if len(local_towers) == len(towers) else train_step, autograph=False)
+    return tf.function(
+        without_signal if len(local_towers) == len(towers) else train_step, autograph=False
+    )
 
 
 def towers_here(strategy: tf.distribute.Strategy, towers: Sequence[Tower]) -> list[Tower]:
     """Return the towers of this process, of all K towers."""
     mine = strategy.extended.worker_devices
-    return [tower for tower in towers if tower.device in mine] if len(mine) < len(towers) else list(towers)
+    return (
+        [tower for tower in towers if tower.device in mine]
+        if len(mine) < len(towers)
+        else list(towers)
+    )
 
 
 def _all_reduce(context, *lists: Sequence) -> list[list]:
-    """Return the means over all replicas of the tensors in lists of gradients and batch statistics; None stays None."""
+    """Return the means over all replicas of the tensors in lists of gradients and batch statistics;
+    None stays None.
+    """
     present = [tensor for tensors in lists for tensor in tensors if tensor is not None]
     reduced = iter(context.all_reduce(MEAN, present) if present else ())
     return [[None if tensor is None else next(reduced) for tensor in tensors] for tensors in lists]
 
 
 def _all_gather(context, scalars: Any, tower: Tower, num_towers: int) -> Any:
-    """Return a structure of scalars as [K] float32 of all replicas, by one sum with zeros; None stays None."""
+    """Return a structure of scalars as [K] float32 of all replicas, by one sum with zeros; None
+    stays None.
+    """
     leaves = tf.nest.flatten(scalars)
     row = tf.stack([tf.cast(leaf, tf.float32) for leaf in leaves if leaf is not None])
     table = tf.pad(row[None], [[tower.index, num_towers - 1 - tower.index], [0, 0]])
     columns = iter(tf.unstack(context.all_reduce(SUM, table), axis=1))
-    return tf.nest.pack_sequence_as(scalars, [None if leaf is None else next(columns) for leaf in leaves])
+    return tf.nest.pack_sequence_as(
+        scalars, [None if leaf is None else next(columns) for leaf in leaves]
+    )
 
 
 def _tower_results(gathered: TowerResult, num_towers: int) -> list[TowerResult]:
-    """Return K results without gradients, as the metrics need them, from one whose scalars are [K]."""
+    """Return K results without gradients, as the metrics need them, from one whose scalars are
+    [K].
+    """
     scalars = gathered.losses, gathered.num_correct, gathered.nonfinite_index
     results = []
     for index in range(num_towers):
-        losses, num_correct, nonfinite_index = tf.nest.map_structure(lambda values, index=index: values[index], scalars)
+        losses, num_correct, nonfinite_index = tf.nest.map_structure(
+            lambda values, index=index: values[index], scalars
+        )
         results.append(TowerResult(losses, [], [], num_correct, tf.cast(nonfinite_index, tf.int32)))
     return results
 
 
 def _by_replica(strategy: tf.distribute.Strategy, values: Any) -> list:
-    """Split a structure of per-replica values into one structure for each replica in this process."""
+    """Split a structure of per-replica values into one structure for each replica in this
+    process.
+    """
     count = len(strategy.extended.worker_devices)
     leaves = [strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(values)]
-    leaves = [leaf if len(leaf) == count else leaf * count for leaf in leaves]  # a None is there once
+    leaves = [
+        leaf if len(leaf) == count else leaf * count for leaf in leaves
+    ]  # a None is there once
     return [tf.nest.pack_sequence_as(values, replica) for replica in zip(*leaves, strict=True)]

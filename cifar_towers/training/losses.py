@@ -28,26 +28,33 @@ def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) 
 
 
 def make_loss(
-    example_loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], weight_losses: Mapping[str, tuple[int, float]]
+    example_loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+    weight_losses: Mapping[str, tuple[int, float]],
 ) -> Callable:
-    """Return a function (labels, logits, weights, model_losses) -> {term: scalar}, with their sum as `total_loss`.
+    """Return a function (labels, logits, weights, model_losses) -> {term: scalar}, with their sum
+    as `total_loss`.
 
     The term `model_losses` is the sum of the losses that the model itself adds, as regularizers do.
 
     Args:
       example_loss: (labels, logits) -> [B]; its mean is the term `cross_entropy`.
-      weight_losses: layer name -> (index among the weights, factor): adds factor * sum(w ** 2) / 2 as
-        `<layer>/weight_loss`.
+      weight_losses: layer name -> (index among the weights, factor): adds factor * sum(w ** 2) / 2
+        as `<layer>/weight_loss`.
     """
 
     def loss(
-        labels: tf.Tensor, logits: tf.Tensor, weights: Sequence[tf.Tensor], model_losses: Sequence[tf.Tensor] = ()
+        labels: tf.Tensor,
+        logits: tf.Tensor,
+        weights: Sequence[tf.Tensor],
+        model_losses: Sequence[tf.Tensor] = (),
     ) -> dict[str, tf.Tensor]:
         terms = {"cross_entropy": tf.reduce_mean(example_loss(labels, logits))}
         for layer, (index, factor) in weight_losses.items():
             terms[f"{layer}/weight_loss"] = factor * tf.nn.l2_loss(weights[index])
         if model_losses:
-            terms[OWN] = tf.add_n([tf.cast(term, terms["cross_entropy"].dtype) for term in model_losses])
+            terms[OWN] = tf.add_n(
+                [tf.cast(term, terms["cross_entropy"].dtype) for term in model_losses]
+            )
         return terms | {"total_loss": tf.add_n(list(terms.values()))}
 
     return loss
@@ -58,11 +65,15 @@ class SmoothedLosses:
 
     def __init__(self, terms: Sequence[str], device: str = HOST):
         with pin_to_device(device):
-            self.sums = {term: tf.Variable(0.0, trainable=False, name=f"{term}/average") for term in terms}
+            self.sums = {
+                term: tf.Variable(0.0, trainable=False, name=f"{term}/average") for term in terms
+            }
             self.weight = tf.Variable(0.0, trainable=False, name="loss_average_weight")
 
     def update(self, losses: Mapping[str, tf.Tensor], updated: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Add the losses of one step to the averages if its variables were `updated`; return the averages by term."""
+        """Add the losses of one step to the averages if its variables were `updated`; return the
+        averages by term.
+        """
         with tf.name_scope("loss_averages"), tf.device(self.weight.device):
             weight = tf.where(updated, DECAY * self.weight + (1 - DECAY), self.weight)
             self.weight.assign(weight)

@@ -1,7 +1,8 @@
-"""Optimizers: update rules over parameter groups, from mean gradients to new values, which the caller assigns.
+"""Optimizers: update rules over parameter groups, from mean gradients to new values, which the
+caller assigns.
 
-An optimizer is a pair of update rules, and its name one of `registry.OPTIMIZERS`. A parameter group has a role:
-kernels, biases, the head, or whitening filters.
+An optimizer is a pair of update rules, and its name one of `registry.OPTIMIZERS`. A parameter group
+has a role: kernels, biases, the head, or whitening filters.
 """
 
 import functools
@@ -20,21 +21,30 @@ Updates = list[tuple[tf.Variable, tf.Tensor]]  # (variable, new value)
 class Momentum:
     """SGD with momentum: m <- mu m + d, w <- w - learning_rate m, where d = g + weight_decay w.
 
-    Nesterov's form subtracts d + mu m instead of m. As in PyTorch, and unlike in Keras, m does not contain the learning
-    rate, so a new rate acts at once.
+    Nesterov's form subtracts d + mu m instead of m. As in PyTorch, and unlike in Keras, m does not
+    contain the learning rate, so a new rate acts at once.
     """
 
     def __init__(
-        self, variables: Sequence[tf.Variable], momentum: float = 0.9, nesterov: bool = False, weight_decay: float = 0.0
+        self,
+        variables: Sequence[tf.Variable],
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
     ):
         self.variables = list(variables)
         self.momentum, self.nesterov, self.weight_decay = momentum, nesterov, weight_decay
-        self.slots = {"momentum": [make_slot(v, "momentum") for v in self.variables] if momentum else []}
+        self.slots = {
+            "momentum": [make_slot(v, "momentum") for v in self.variables] if momentum else []
+        }
 
-    def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
+    def compute_update(
+        self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor
+    ) -> Updates:
         variable, direction = self.variables[index], gradient
         if self.weight_decay:
-            # minus, as TensorFlow makes an AddN of three summands, in an order that depends on what is ready first
+            # minus, as TensorFlow makes an AddN of three summands, in an order that depends on what
+            # is ready first
             direction -= -self.weight_decay * variable
         updates: Updates = []
         if self.momentum:
@@ -46,7 +56,8 @@ class Momentum:
 
 
 class AdamW:
-    """Adam with decoupled weight decay: w <- w - learning_rate (m^ / (sqrt(v^) + eps) + weight_decay w).
+    """Adam with decoupled weight decay: w <- w - learning_rate (m^ / (sqrt(v^) + eps) +
+    weight_decay w).
 
     Source: I. Loshchilov and F. Hutter, arXiv 1711.05101.
     """
@@ -55,59 +66,84 @@ class AdamW:
 
     def __init__(self, variables: Sequence[tf.Variable], weight_decay: float = 0.0):
         self.variables, self.weight_decay = list(variables), weight_decay
-        self.slots = {name: [make_slot(v, name) for v in self.variables] for name in ("mean", "square")}
+        self.slots = {
+            name: [make_slot(v, name) for v in self.variables] for name in ("mean", "square")
+        }
 
-    def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
-        """Return new values of one variable and its two averages; `step` corrects the bias of the first steps.
+    def compute_update(
+        self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor
+    ) -> Updates:
+        """Return new values of one variable and its two averages; `step` corrects the bias of the
+        first steps.
 
         `step` counts skipped steps too.
         """
-        variable, mean, square = self.variables[index], self.slots["mean"][index], self.slots["square"][index]
+        variable, mean, square = (
+            self.variables[index],
+            self.slots["mean"][index],
+            self.slots["square"][index],
+        )
         count = tf.cast(step + 1, variable.dtype)
         new_mean = self.BETA1 * mean + (1 - self.BETA1) * gradient
         new_square = self.BETA2 * square + (1 - self.BETA2) * tf.square(gradient)
         unbiased_mean = new_mean / (1 - tf.pow(tf.constant(self.BETA1, count.dtype), count))
         unbiased_square = new_square / (1 - tf.pow(tf.constant(self.BETA2, count.dtype), count))
-        direction = unbiased_mean / (tf.sqrt(unbiased_square) + self.EPSILON) + self.weight_decay * variable
+        direction = (
+            unbiased_mean / (tf.sqrt(unbiased_square) + self.EPSILON) + self.weight_decay * variable
+        )
         new_value = variable - tf.cast(learning_rate, variable.dtype) * direction
         return [(mean, new_mean), (square, new_square), (variable, new_value)]
 
 
 class Muon:
-    """Momentum whose direction is made nearly orthogonal, for convolution kernels [height, width, C_in, C_out].
+    """Momentum whose direction is made nearly orthogonal, for convolution kernels [height, width,
+    C_in, C_out].
 
-    m <- mu m + g; w <- w (1 - learning_rate weight_decay) - learning_rate orthogonal(g + mu m). Every
-    2 + 15 x (step / total_steps) steps a kernel is first rescaled to norm sqrt(C_out).
-    Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024, and the 2025 CIFAR-10 record.
+    m <- mu m + g; w <- w (1 - learning_rate weight_decay) - learning_rate orthogonal(g + mu m).
+    Every 2 + 15 x (step / total_steps) steps a kernel is first rescaled to norm sqrt(C_out).
+    Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024, and the 2025
+    CIFAR-10 record.
     """
 
-    def __init__(self, variables: Sequence[tf.Variable], momentum: float, total_steps: int, weight_decay: float = 0.0):
+    def __init__(
+        self,
+        variables: Sequence[tf.Variable],
+        momentum: float,
+        total_steps: int,
+        weight_decay: float = 0.0,
+    ):
         self.variables = list(variables)
         self.momentum, self.total_steps, self.weight_decay = momentum, total_steps, weight_decay
         self.slots = {"momentum": [make_slot(v, "momentum") for v in self.variables]}
 
-    def compute_update(self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor) -> Updates:
+    def compute_update(
+        self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor
+    ) -> Updates:
         variable, buffer = self.variables[index], self.slots["momentum"][index]
         new_buffer = self.momentum * buffer + gradient
         period = 2 + 15 * tf.cast(step, tf.int64) // self.total_steps
         rescale = tf.equal(tf.cast(step, tf.int64) % period, 0)
         learning_rate = tf.cast(learning_rate, variable.dtype)
         target = tf.constant(variable.shape[-1] ** 0.5, variable.dtype)
-        scale = tf.where(rescale, target / tf.norm(variable), 1.0) * (1 - learning_rate * self.weight_decay)
+        scale = tf.where(rescale, target / tf.norm(variable), 1.0) * (
+            1 - learning_rate * self.weight_decay
+        )
         direction = orthogonalize(gradient + self.momentum * new_buffer)
         return [(buffer, new_buffer), (variable, scale * variable - learning_rate * direction)]
 
 
-# An update rule has `variables`, and `slots` by name: a list with one slot for each variable, or an empty list.
-# `compute_update` returns new values of one variable and its slots, computed on its device; `step` counts from 0.
+# An update rule has `variables`, and `slots` by name: a list with one slot for each variable, or an
+# empty list. `compute_update` returns new values of one variable and its slots, computed on its
+# device; `step` counts from 0.
 UpdateRule = Momentum | AdamW | Muon
 
 
 def orthogonalize(kernel: tf.Tensor) -> tf.Tensor:
-    """Bring the singular values of a kernel [..., C_out], reshaped to a matrix [rest, C_out], near to 1.
+    """Bring the singular values of a kernel [..., C_out], reshaped to a matrix [rest, C_out], near
+    to 1.
 
-    Three Newton-Schulz steps X <- a X + (b A + c A A) X with A = X X^T, from X = kernel / |kernel|, with the shorter
-    side first.
+    Three Newton-Schulz steps X <- a X + (b A + c A A) X with A = X X^T, from X = kernel / |kernel|,
+    with the shorter side first.
     """
     a, b, c = 3.4576, -4.7391, 2.0843
     matrix = tf.reshape(kernel, [-1, kernel.shape[-1]])
@@ -121,7 +157,9 @@ def orthogonalize(kernel: tf.Tensor) -> tf.Tensor:
 
 
 class ParamGroup(NamedTuple):
-    """Variables that share an update rule and a learning rate: `peak_rate` times a factor of the step."""
+    """Variables that share an update rule and a learning rate: `peak_rate` times a factor of the
+    step.
+    """
 
     name: str
     rule: UpdateRule
@@ -142,14 +180,25 @@ class Optimizer:
         return {group.name: group.peak_rate * group.factor(step) for group in active}
 
     def active_variables(self, group_names: Container[str]) -> list[tf.Variable]:
-        return [variable for group in self.groups if group.name in group_names for variable in group.rule.variables]
+        return [
+            variable
+            for group in self.groups
+            if group.name in group_names
+            for variable in group.rule.variables
+        ]
 
     def updated_variables(self) -> list[tf.Variable]:
-        """Return all variables that `compute_updates` may change, by group: each variable after its slots."""
+        """Return all variables that `compute_updates` may change, by group: each variable after its
+        slots.
+        """
         variables = []
         for group in self.groups:
             slots = [slots for slots in group.rule.slots.values() if slots]
-            variables += [variable for of_one in zip(*slots, group.rule.variables, strict=True) for variable in of_one]
+            variables += [
+                variable
+                for of_one in zip(*slots, group.rule.variables, strict=True)
+                for variable in of_one
+            ]
         return variables
 
     def compute_updates(
@@ -157,7 +206,8 @@ class Optimizer:
     ) -> Updates:
         """Return new values from pairs (gradient, variable) in any order.
 
-        A variable has no new value if it has no gradient or no pair, or if its group has no learning rate.
+        A variable has no new value if it has no gradient or no pair, or if its group has no
+        learning rate.
         """
         gradient_of = {id(variable): gradient for gradient, variable in gradients}
         updates: Updates = []
@@ -167,7 +217,9 @@ class Optimizer:
                 if gradient is not None and group.name in learning_rates:
                     with tf.device(variable.device):
                         gradient = tf.convert_to_tensor(gradient)
-                        updates += group.rule.compute_update(index, gradient, learning_rates[group.name], step)
+                        updates += group.rule.compute_update(
+                            index, gradient, learning_rates[group.name], step
+                        )
         return updates
 
     def slots(self) -> dict[str, tf.Variable]:
@@ -193,10 +245,12 @@ def make_optimizer(
     total_steps: int,
     is_speednet: bool = False,
 ) -> Optimizer:
-    """Return an optimizer with a parameter group for each role of `schedules`, which `build.role_schedules` returns.
+    """Return an optimizer with a parameter group for each role of `schedules`, which
+    `build.role_schedules` returns.
 
-    `weight_decay` is that at `learning_rate`. A role with another peak rate gets weight_decay x learning_rate /
-    peak_rate, so that all weights of one update rule decay by the same fraction per step.
+    `weight_decay` is that at `learning_rate`. A role with another peak rate gets weight_decay x
+    learning_rate / peak_rate, so that all weights of one update rule decay by the same fraction per
+    step.
     """
     sgd = functools.partial(Momentum, momentum=momentum, nesterov=nesterov)
     muon = functools.partial(Muon, momentum=muon_momentum, total_steps=total_steps)
@@ -208,18 +262,21 @@ def make_optimizer(
     for role, (peak_rate, *factor) in schedules.items():
         decay = weight_decay * learning_rate / peak_rate if peak_rate else 0.0
         make_rule = of_kernels if role == "kernels" else of_others
-        groups.append(ParamGroup(role, make_rule(variables[role], weight_decay=decay), peak_rate, *factor))
+        groups.append(
+            ParamGroup(role, make_rule(variables[role], weight_decay=decay), peak_rate, *factor)
+        )
     return Optimizer(groups)
 
 
 def split_by_role(model: keras.Model, is_speednet: bool = False) -> dict[str, list[tf.Variable]]:
     """Return the trained variables of each role. A variable of at most one axis is a bias.
 
-    The head is the last kernel with an output for each class. In a net with a `call` of its own, the last kernel may
-    belong to any layer.
+    The head is the last kernel with an output for each class. In a net with a `call` of its own,
+    the last kernel may belong to any layer.
 
     Args:
-      is_speednet: give variables of the layer `whitening` the role `whitening`. In other nets a name means nothing.
+      is_speednet: give variables of the layer `whitening` the role `whitening`. In other nets a
+        name means nothing.
     """
     kernels = [v for v in model.trainable_variables if len(v.shape) > 1]
     heads = [v for v in kernels if v.shape[-1] == model.output_shape[-1]] or kernels
@@ -237,13 +294,17 @@ def split_by_role(model: keras.Model, is_speednet: bool = False) -> dict[str, li
 
 
 def make_slot(variable: tf.Variable, name: str, value: tf.Tensor | None = None) -> tf.Variable:
-    """Return a new variable on the device of another variable and named after it, as `conv1/kernel/momentum`.
+    """Return a new variable on the device of another variable and named after it, as
+    `conv1/kernel/momentum`.
 
     Args:
       value: the initial value; default: zeros.
     """
     value = tf.zeros(variable.shape, variable.dtype) if value is None else value
-    with tf.name_scope(""), pin_to_device(variable.device):  # the variable's name includes its scopes already
+    with (
+        tf.name_scope(""),
+        pin_to_device(variable.device),
+    ):  # the variable's name includes its scopes already
         return tf.Variable(value, trainable=False, name=f"{variable_name(variable)}/{name}")
 
 

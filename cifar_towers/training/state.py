@@ -14,32 +14,38 @@ from cifar_towers.towers.placement import HOST, pin_to_device
 from cifar_towers.training.losses import SmoothedLosses
 from cifar_towers.training.optimizers import Optimizer, make_slot, variable_name
 
-MAX_DRAWS = 1024  # of one layer in a step; Keras takes seeds modulo 2^31 - 2, so they differ for two million examples
+# of one layer in a step; Keras takes seeds modulo 2^31 - 2, so they differ for two million examples
+MAX_DRAWS = 1024
 
 
 class UpdateResult(NamedTuple):
     """The result of `TrainState.apply`."""
 
     updated: tf.Tensor  # bool: the variables were updated; otherwise the step was skipped
-    nonfinite_index: tf.Tensor  # index in `TrainState.update_names` of a non-finite new value, or -1
+    nonfinite_index: (
+        tf.Tensor
+    )  # index in `TrainState.update_names` of a non-finite new value, or -1
     gradient_norm: tf.Tensor  # of the mean gradient, before weight decay
     smoothed_losses: dict[str, tf.Tensor]
 
 
 class TrainState:
-    """The model's variables, the optimizer's slots and the averages. Build it inside the placement of its variables.
+    """The model's variables, the optimizer's slots and the averages. Build it inside the placement
+    of its variables.
 
     Args:
-      jit_compile: let XLA compile each tower's pass, and on each device the new values of its variables, and their
-        assignment with the averages.
+      jit_compile: let XLA compile each tower's pass, and on each device the new values of its
+        variables, and their assignment with the averages.
       home: the device of the step counter and of the losses' averages.
 
     Attributes:
       step: number of finished steps.
-      weights: N trained variables. non_trainable: the model's other variables, frozen filters among them.
+      weights: N trained variables. non_trainable: the model's other variables, frozen filters among
+        them.
       weight_names: names of `weights`. update_names: names of all variables that a step may update.
       is_seed: for each of `non_trainable`, whether a layer draws random numbers from it.
-      proxy: the state of a smaller net that is trained, saved and restored beside this one, or None.
+      proxy: the state of a smaller net that is trained, saved and restored beside this one, or
+        None.
     """
 
     def __init__(
@@ -63,17 +69,27 @@ class TrainState:
         self.weight_names = [variable_name(variable) for variable in self.weights]
         self.update_names = [variable_name(variable) for variable in self._updated]
         self.is_seed = [is_seed_generator_state(v) for v in model.non_trainable_variables]
-        self._constraints = {id(v.value): v.constraint for v in model.trainable_variables if v.constraint}
+        self._constraints = {
+            id(v.value): v.constraint for v in model.trainable_variables if v.constraint
+        }
         self.ema = ExponentialMovingAverage(self.weights + self.non_trainable, ema_decay)
         self.lookahead = Lookahead(self.weights + self.non_trainable, total_steps, lookahead)
         self.loss_averages = SmoothedLosses(loss_terms, home)
 
     def read_variables(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Return (weights, non-trainable values) as tensors, read where the variables are placed."""
-        return [tf.convert_to_tensor(v) for v in self.weights], [tf.convert_to_tensor(v) for v in self.non_trainable]
+        """Return (weights, non-trainable values) as tensors, read where the variables are
+        placed.
+        """
+        return [tf.convert_to_tensor(v) for v in self.weights], [
+            tf.convert_to_tensor(v) for v in self.non_trainable
+        ]
 
-    def with_layer_seeds(self, non_trainable: list[tf.Tensor], draws: RandomDraws) -> list[tf.Tensor]:
-        """Return the non-trainable values for a part of the batch, seeded by the run and the part's first example."""
+    def with_layer_seeds(
+        self, non_trainable: list[tf.Tensor], draws: RandomDraws
+    ) -> list[tf.Tensor]:
+        """Return the non-trainable values for a part of the batch, seeded by the run and the part's
+        first example.
+        """
         count = draws.example_index[0] * MAX_DRAWS
         return [
             tf.stack([value[0], tf.cast(count, value.dtype)]) if seed else value
@@ -90,8 +106,9 @@ class TrainState:
     ) -> UpdateResult:
         """Update the variables, then the averages, then the step counter.
 
-        If the towers' results or a new value are not finite, the step is skipped: only the step counter changes. With
-        lookahead, the last step of the schedule sets the weights to the slow weights even if it is skipped.
+        If the towers' results or a new value are not finite, the step is skipped: only the step
+        counter changes. With lookahead, the last step of the schedule sets the weights to the slow
+        weights even if it is skipped.
 
         Args:
           gradients: N x (mean gradient, variable).
@@ -113,11 +130,15 @@ class TrainState:
             for device, values_there in zip(devices, values, strict=True):
                 self._on(device, self._assign, values_there, updated, steps_done)
         self.step.assign_add(1)
-        smoothed_losses = self._on(self.step.device, lambda _: self.loss_averages.update(losses, updated))
+        smoothed_losses = self._on(
+            self.step.device, lambda _: self.loss_averages.update(losses, updated)
+        )
         return UpdateResult(updated, nonfinite_index, gradient_norm, smoothed_losses)
 
     def _on(self, device: str, function: Callable, *args: Any) -> Any:
-        """Return `function(device, *args)`, computed on the device, and compiled by XLA if the update is."""
+        """Return `function(device, *args)`, computed on the device, and compiled by XLA if the
+        update is.
+        """
         with tf.device(device):
             return xla_compiled(functools.partial(function, device, *args), self.jit_compile)()
 
@@ -132,11 +153,18 @@ class TrainState:
         """Compute the update of the variables on one device, and change none.
 
         Returns:
-          A new value of each variable that a step may update, within the constraints of a user's model, or None; the
-          index of the first that is not finite, or -1; half the squared norm of the gradients.
+          A new value of each variable that a step may update, within the constraints of a user's
+          model, or None; the index of the first that is not finite, or -1; half the squared norm of
+          the gradients.
         """
-        own = [(g if g is None else tf.convert_to_tensor(g), v) for g, v in gradients if v.device == device]
-        new_values = {id(v): value for v, value in self.optimizer.compute_updates(own, learning_rates, step)}
+        own = [
+            (g if g is None else tf.convert_to_tensor(g), v)
+            for g, v in gradients
+            if v.device == device
+        ]
+        new_values = {
+            id(v): value for v, value in self.optimizer.compute_updates(own, learning_rates, step)
+        }
         for key, constraint in self._constraints.items():
             if key in new_values:
                 new_values[key] = tf.convert_to_tensor(constraint(new_values[key]))
@@ -145,12 +173,22 @@ class TrainState:
         values = [new_values.get(id(variable)) for variable in self._updated]
         # of sparse gradients, TensorFlow would take the norm of rows that are to be added
         half_squares = [tf.nn.l2_loss(gradient) for gradient, _ in own if gradient is not None]
-        return values, first_nonfinite_index(values), tf.reduce_sum(half_squares) if half_squares else 0.0
+        return (
+            values,
+            first_nonfinite_index(values),
+            tf.reduce_sum(half_squares) if half_squares else 0.0,
+        )
 
     def _assign(
-        self, device: str, values: Sequence[tf.Tensor | None], updated: tf.Tensor, steps_done: tf.Tensor
+        self,
+        device: str,
+        values: Sequence[tf.Tensor | None],
+        updated: tf.Tensor,
+        steps_done: tf.Tensor,
     ) -> None:
-        """Assign the values that were computed for the variables on one device if `updated`, then their averages."""
+        """Assign the values that were computed for the variables on one device if `updated`, then
+        their averages.
+        """
         for variable, value in zip(self._updated, values, strict=True):
             if value is not None:
                 variable.assign(tf.where(updated, value, variable))
@@ -159,21 +197,33 @@ class TrainState:
             self.ema.update(steps_done, updated, device)
 
     def evaluation_weights(self) -> dict[str, tuple[list, list]]:
-        """Return (weights, non-trainable values) to evaluate, by name: `raw`, and then `ema` if an average is kept."""
+        """Return (weights, non-trainable values) to evaluate, by name: `raw`, and then `ema` if an
+        average is kept.
+        """
         sets = {"raw": (self.weights, self.non_trainable)}
         if self.ema.averages:
-            sets["ema"] = self.ema.averages[: len(self.weights)], self.ema.averages[len(self.weights) :]
+            sets["ema"] = (
+                self.ema.averages[: len(self.weights)],
+                self.ema.averages[len(self.weights) :],
+            )
         return sets
 
     def named_variables(self) -> dict[str, tf.Variable]:
-        """Return every variable by its name in checkpoints, which does not depend on towers or devices."""
+        """Return every variable by its name in checkpoints, which does not depend on towers or
+        devices.
+        """
         model = [*self.model.trainable_variables, *self.model.non_trainable_variables]
         paths = [v.path.replace("/", ".") for v in model]
-        named = dict(zip((f"model.{path}" for path in paths), self.weights + self.non_trainable, strict=True))
+        named = dict(
+            zip((f"model.{path}" for path in paths), self.weights + self.non_trainable, strict=True)
+        )
         for prefix, averages in (("ema", self.ema.averages), ("lookahead", self.lookahead.slow)):
             named |= {f"{prefix}.{path}": v for path, v in zip(paths, averages, strict=False)}
         named |= {f"optimizer.{name}": v for name, v in self.optimizer.slots().items()}
-        named |= {f"loss_average.{term.replace('/', '.')}": v for term, v in self.loss_averages.sums.items()}
+        named |= {
+            f"loss_average.{term.replace('/', '.')}": v
+            for term, v in self.loss_averages.sums.items()
+        }
         if self.proxy:
             named |= {f"proxy.{name}": v for name, v in self.proxy.named_variables().items()}
         return named | {"loss_average.weight": self.loss_averages.weight, "step": self.step}
@@ -188,14 +238,20 @@ class TrainState:
 
 
 def xla_compiled(function: Callable, jit_compile: bool) -> Callable:
-    """Return a function of tensors that XLA compiles whole if `jit_compile`; otherwise the function itself."""
+    """Return a function of tensors that XLA compiles whole if `jit_compile`; otherwise the function
+    itself.
+    """
     return tf.function(function, autograph=False, jit_compile=True) if jit_compile else function
 
 
-def first_nonfinite_index(tensors: Sequence[tf.Tensor | None], devices: Sequence[str] = ()) -> tf.Tensor:
-    """Return the index, int32, of the first of N tensors that holds a NaN or an infinity; -1 if none does.
+def first_nonfinite_index(
+    tensors: Sequence[tf.Tensor | None], devices: Sequence[str] = ()
+) -> tf.Tensor:
+    """Return the index, int32, of the first of N tensors that holds a NaN or an infinity; -1 if
+    none does.
 
-    Each tensor is checked on its own of N `devices`, if they are given. None and integers count as finite.
+    Each tensor is checked on its own of N `devices`, if they are given. None and integers count as
+    finite.
     """
     finite = []
     for index, tensor in enumerate(tensors):
@@ -209,17 +265,23 @@ def first_nonfinite_index(tensors: Sequence[tf.Tensor | None], devices: Sequence
 
 
 class ExponentialMovingAverage:
-    """Moving average of the weights: a <- d a + (1 - d) w after every update, d = min(decay, (1 + step) / (10 + step)).
+    """Moving average of the weights: a <- d a + (1 - d) w after every update, d = min(decay, (1 +
+    step) / (10 + step)).
 
-    The ramp keeps the average from remembering the initial weights. Moving statistics of batch norm are averaged too.
+    The ramp keeps the average from remembering the initial weights. Moving statistics of batch norm
+    are averaged too.
     """
 
     def __init__(self, variables: Sequence[tf.Variable], decay: float):
         self.decay, self.variables = decay, list(variables)
-        self.averages = [make_slot(v, "ema", tf.convert_to_tensor(v)) for v in self.variables] if decay else []
+        self.averages = (
+            [make_slot(v, "ema", tf.convert_to_tensor(v)) for v in self.variables] if decay else []
+        )
 
     def update(self, step: tf.Tensor, updated: tf.Tensor, device: str) -> None:
-        """Add the variables on a device to the averages if they were `updated`; `step` counts steps with this one."""
+        """Add the variables on a device to the averages if they were `updated`; `step` counts steps
+        with this one.
+        """
         if not self.averages:
             return
         with tf.device(step.device):
@@ -234,28 +296,37 @@ class ExponentialMovingAverage:
 
 
 class Lookahead:
-    """Slow weights: every five steps slow <- d slow + (1 - d) w, w <- slow, with d = 0.95^5 (step / total)^3.
+    """Slow weights: every five steps slow <- d slow + (1 - d) w, w <- slow, with d = 0.95^5 (step /
+    total)^3.
 
-    A skipped step changes neither. After step `total` w <- slow, even if that step was skipped; a run that ends earlier
-    does not do this.
-    Source: M. Zhang et al., arXiv 1907.08610, in the form of the CIFAR-10 speed records.
+    A skipped step changes neither. After step `total` w <- slow, even if that step was skipped; a
+    run that ends earlier does not do this. Source: M. Zhang et al., arXiv 1907.08610, in the form
+    of the CIFAR-10 speed records.
     """
 
     PERIOD = 5
 
     def __init__(self, variables: Sequence[tf.Variable], total_steps: int, enabled: bool):
         self.variables, self.total_steps = list(variables), total_steps
-        self.slow = [make_slot(v, "lookahead", tf.convert_to_tensor(v)) for v in self.variables] if enabled else []
+        self.slow = (
+            [make_slot(v, "lookahead", tf.convert_to_tensor(v)) for v in self.variables]
+            if enabled
+            else []
+        )
 
     def update(self, step: tf.Tensor, updated: tf.Tensor, device: str) -> None:
-        """Update slow weights and variables on a device if they are due; `step` counts steps with this one."""
+        """Update slow weights and variables on a device if they are due; `step` counts steps with
+        this one.
+        """
         if not self.slow:
             return
         with tf.device(step.device):
             regular = tf.logical_and(tf.equal(step % self.PERIOD, 0), updated)
             due = tf.logical_or(regular, tf.equal(step, self.total_steps))
             decay = 0.95**5 * tf.cast(step / self.total_steps, tf.float32) ** 3
-            decay = tf.where(regular, decay, 1.0)  # otherwise this is step `total`: only take the slow weights
+            decay = tf.where(
+                regular, decay, 1.0
+            )  # otherwise this is step `total`: only take the slow weights
 
         def synchronize():
             for slow, variable in zip(self.slow, self.variables, strict=True):

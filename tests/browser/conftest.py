@@ -19,16 +19,28 @@ from cifar_towers.signals import StopSignals
 
 RECIPE = Path(__file__).parents[2] / "configs/smoke.cfg"
 SMALL = (
-    "--num_gpus=2", "--batch_size=100", "--crop=20", "--shift=0", "--whitening_images=500", "--ema_decay=0.5",
-    "--precision=float32", "--eval_every_epochs=1", "--summary_every_steps=5",
-)  # fmt: skip
+    "--num_gpus=2",
+    "--batch_size=100",
+    "--crop=20",
+    "--shift=0",
+    "--whitening_images=500",
+    "--ema_decay=0.5",
+    "--precision=float32",
+    "--eval_every_epochs=1",
+    "--summary_every_steps=5",
+)
 NAME = "small"
 SCREENSHOTS = Path(__file__).parents[2] / "runs/test-browser"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-)  # fmt: skip
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 TIMEOUT_SECONDS = 40.0  # of any wait, on two shared cores
 
 
@@ -38,10 +50,15 @@ def browser():
     try:
         from playwright.sync_api import expect, sync_playwright
     except ImportError:
-        pytest.fail("playwright is missing, which drives the browser: pip install -e '.[browser]'", pytrace=False)
+        pytest.fail(
+            "playwright is missing, which drives the browser: pip install -e '.[browser]'",
+            pytrace=False,
+        )
     found = [path for path in map(shutil.which, BROWSERS) if path]
     if not found:
-        pytest.fail(f"there is no browser ({', '.join(BROWSERS)}): apt-get install chromium", pytrace=False)
+        pytest.fail(
+            f"there is no browser ({', '.join(BROWSERS)}): apt-get install chromium", pytrace=False
+        )
     expect.set_options(timeout=1000 * TIMEOUT_SECONDS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found[0], args=FLAGS)
@@ -64,8 +81,12 @@ def page(browser, request):
     page.set_default_timeout(1000 * TIMEOUT_SECONDS)
     errors = []
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-    page.on("response", lambda response: errors.append(response.url) if response.status >= 400 else None)
+    page.on(
+        "console", lambda message: errors.append(message.text) if message.type == "error" else None
+    )
+    page.on(
+        "response", lambda response: errors.append(response.url) if response.status >= 400 else None
+    )
     yield page
     name = re.sub(r"\W+", "_", request.node.name.removeprefix("test_")).strip("_")
     page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)
@@ -75,9 +96,13 @@ def page(browser, request):
 
 @pytest.fixture(scope="session")
 def run(browser, tmp_path_factory):
-    """Train on two towers, evaluated after each of two epochs of 15 steps, and return the run's directory."""
+    """Train on two towers, evaluated after each of two epochs of 15 steps, and return the run's
+    directory.
+    """
     directory = tmp_path_factory.mktemp("runs") / NAME
-    config = parse_command_line(TrainConfig, [f"--flagfile={RECIPE}", f"--train_dir={directory}", *SMALL])
+    config = parse_command_line(
+        TrainConfig, [f"--flagfile={RECIPE}", f"--train_dir={directory}", *SMALL]
+    )
     with pytest.MonkeyPatch.context() as patch:
         small = synthetic.make(1500, 0, 0), synthetic.make(300, 0, 1)
         patch.setattr(synthetic, "load", lambda: small)
@@ -104,7 +129,9 @@ def tensorboard(browser, run):
 
 @pytest.fixture
 def show(page, expect, tensorboard):
-    """show(dashboard, tags): a page with that dashboard, filtered by tags if given. Fails if a spinner is left."""
+    """show(dashboard, tags): a page with that dashboard, filtered by tags if given. Fails if a
+    spinner is left.
+    """
 
     def open_it(dashboard, tags=(), **flags):
         words = {"tagFilter": f"^({'|'.join(map(re.escape, tags))})$"} if tags else {}

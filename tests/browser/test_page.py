@@ -1,4 +1,6 @@
-"""The report of a run in a browser: self-contained, in light and dark, on wide and narrow screens."""
+"""The report of a run in a browser: self-contained, in light and dark, on wide and narrow
+screens.
+"""
 
 import pytest
 
@@ -32,13 +34,15 @@ def test_report(page, expect, address, scheme, width):
     widths = images.evaluate_all("images => images.map(image => image.naturalWidth)")
     assert widths and all(widths)
     contents = page.locator("table").evaluate_all(
-        "tables => tables.map(table => [...table.querySelectorAll('td')].map(cell => cell.textContent.trim()).join(''))"
+        "tables => tables.map(table => [...table.querySelectorAll('td')].map(cell => "
+        "cell.textContent.trim()).join(''))"
     )
     assert contents and all(contents)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert [url for url in asked if not url.startswith("data:")] == [address]
 
     paper, ink = page.evaluate(
-        "['backgroundColor', 'color'].map(of => getComputedStyle(document.body)[of].match(/\\d+/g).map(Number))"
+        "['backgroundColor', 'color'].map(of => "
+        "getComputedStyle(document.body)[of].match(/\\d+/g).map(Number))"
     )
     assert sum(paper) > sum(ink) if scheme == "light" else sum(paper) < sum(ink)

@@ -30,11 +30,25 @@ SCALARS = {  # tag: minimum number of points
 }
 IMAGES = {"confusion/test": EVAL, "mistakes/test": EVAL, "input/augmented": TRAIN}
 HISTOGRAMS = ["activations/group1_gelu1", "activations/logits"]
-HISTOGRAMS += [f"{kind}/{layer}/kernel" for kind in ("weights", "gradients") for layer in ("group1_conv1", "head")]
+HISTOGRAMS += [
+    f"{kind}/{layer}/kernel"
+    for kind in ("weights", "gradients")
+    for layer in ("group1_conv1", "head")
+]
 BOXES = ("split_batch", "tower_0", "tower_1", "average_gradients", "apply")
-ARROWS = ("split_batch--tower_0", "split_batch--tower_1", "tower_0--average_gradients", "tower_1--average_gradients")
+ARROWS = (
+    "split_batch--tower_0",
+    "split_batch--tower_1",
+    "tower_0--average_gradients",
+    "tower_1--average_gradients",
+)
 LAYERS = ("group1_conv1", "group3_conv2")  # inside a tower
-COLUMNS = ("model", "batch_size", "learning_rate", "accuracy/test/ema_tta2")  # of HPARAMS: settings and a score
+COLUMNS = (
+    "model",
+    "batch_size",
+    "learning_rate",
+    "accuracy/test/ema_tta2",
+)  # of HPARAMS: settings and a score
 
 
 def test_time_series(show, expect):
@@ -51,7 +65,9 @@ def test_scalars(show, expect):
     page = show("scalars", SCALARS)
     for tag, points in SCALARS.items():
         lines = _card(page, "tf-scalar-card", tag).locator(".line-plot:not(.ghost) path.line")
-        _expect_paths(expect, lines, 1, max(1, 3 * points // 4))  # what lies outside the chart is cropped
+        _expect_paths(
+            expect, lines, 1, max(1, 3 * points // 4)
+        )  # what lies outside the chart is cropped
 
 
 def test_images(show, expect, run):
@@ -61,12 +77,16 @@ def test_images(show, expect, run):
         written = EventAccumulator(str(run.parent / of), {"tensors": 0}).Reload().Tensors(tag)[-1]
         expect(card.locator("#heading-run")).to_have_text(of)
         expect(card).to_contain_text(re.compile(rf"step\s*{written.step}"))
-        for side, pixels in zip(("naturalWidth", "naturalHeight"), written.tensor_proto.string_val[:2], strict=True):
+        for side, pixels in zip(
+            ("naturalWidth", "naturalHeight"), written.tensor_proto.string_val[:2], strict=True
+        ):
             expect(card.locator("img")).to_have_js_property(side, int(pixels))
 
 
 def test_graphs(show, expect):
-    """The towers are side by side between `split_batch` and `average_gradients`, with their layers inside."""
+    """The towers are side by side between `split_batch` and `average_gradients`, with their layers
+    inside.
+    """
     page = show("graphs")
     page.get_by_text("Auto-extract high-degree nodes").click()  # which would put the towers aside
     graph = page.locator("svg#svg")
@@ -75,7 +95,9 @@ def test_graphs(show, expect):
     for arrow in ARROWS:
         expect(graph.locator(f'g.edge[data-edge="{arrow}"]')).to_be_attached()
     page.locator("tf-graph-controls paper-radio-button", has_text="Device").click()
-    expect(page.locator("tf-graph-controls")).to_contain_text(re.compile(r"CPU:0.*CPU:1", re.DOTALL))
+    expect(page.locator("tf-graph-controls")).to_contain_text(
+        re.compile(r"CPU:0.*CPU:1", re.DOTALL)
+    )
     graph.locator('g.node.meta[data-name="tower_1"] > g.nodeshape').dispatch_event("dblclick")
     for layer in LAYERS:
         expect(graph.locator(f'g.node.meta[data-name^="tower_1/{layer}"]')).to_be_attached()
@@ -83,14 +105,20 @@ def test_graphs(show, expect):
 
 @pytest.mark.parametrize(
     ("kind", "part", "count", "points", "height"),
-    [("distribution", "path.area", 8, NUM_DIAGNOSTICS, 0), ("histogram", "path.outline", NUM_DIAGNOSTICS, 10, 10)],
+    [
+        ("distribution", "path.area", 8, NUM_DIAGNOSTICS, 0),
+        ("histogram", "path.outline", NUM_DIAGNOSTICS, 10, 10),
+    ],
 )
 def test_distributions_and_histograms(show, expect, kind, part, count, points, height):
     page = show(f"{kind}s", HISTOGRAMS)
     for tag in HISTOGRAMS:
         paths = _card(page, f"tf-{kind}-loader", tag).locator(part)
         _expect_paths(expect, paths, count, points)
-        assert max(paths.evaluate_all("all => all.map(path => path.getBoundingClientRect().height)")) >= height
+        assert (
+            max(paths.evaluate_all("all => all.map(path => path.getBoundingClientRect().height)"))
+            >= height
+        )
 
 
 def test_hparams(show, expect):
@@ -107,7 +135,9 @@ def test_hparams(show, expect):
 
 def _card(page, kind, tag):
     """Return the first card with this tag."""
-    return page.locator(kind).filter(has=page.locator("[itemprop=tag]", has_text=_exactly(tag))).first
+    return (
+        page.locator(kind).filter(has=page.locator("[itemprop=tag]", has_text=_exactly(tag))).first
+    )
 
 
 def _expect_paths(expect, paths, count, points):

@@ -1,4 +1,6 @@
-"""The directory of a run: when it is saved, what is refused, what a damaged checkpoint and `overwrite` do."""
+"""The directory of a run: when it is saved, what is refused, what a damaged checkpoint and
+`overwrite` do.
+"""
 
 import dataclasses
 import itertools
@@ -11,7 +13,11 @@ import pytest
 
 from cifar_towers import files
 from cifar_towers.checkpointing import run_directory
-from cifar_towers.checkpointing.checkpoint import checkpoint_path, list_checkpoints, write_checkpoint
+from cifar_towers.checkpointing.checkpoint import (
+    checkpoint_path,
+    list_checkpoints,
+    write_checkpoint,
+)
 from cifar_towers.checkpointing.run_directory import RunDirectory, open_run
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import code_digests, recipe_fields
@@ -30,7 +36,13 @@ def save(config, step, **changes):
     """Write a checkpoint of a run with this config."""
     config.directory.mkdir(exist_ok=True)
     path = checkpoint_path(config.directory, step)
-    metadata = {"step": step, "recipe": recipe_fields(config), "steps_per_epoch": 10, "failed_saves": 1, "facts": {}}
+    metadata = {
+        "step": step,
+        "recipe": recipe_fields(config),
+        "steps_per_epoch": 10,
+        "failed_saves": 1,
+        "facts": {},
+    }
     write_checkpoint(path, VALUES, metadata | changes)
     return path
 
@@ -46,7 +58,9 @@ def clock(monkeypatch):
     """Time that passes when a test says so; a save takes two seconds of it."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(run_directory, "time", clock)
-    monkeypatch.setattr(run_directory, "write_checkpoint", lambda *_: setattr(clock, "now", clock.now + 2))
+    monkeypatch.setattr(
+        run_directory, "write_checkpoint", lambda *_: setattr(clock, "now", clock.now + 2)
+    )
     return clock
 
 
@@ -73,8 +87,15 @@ def test_saves_every_n_steps_and_keeps_the_newest(config):
         for step in range(1, 13):
             if run.should_save(step, evaluated=step == 4):
                 assert run.save(step, VALUES, {})
-    assert [path.name for path in list_checkpoints(config.directory)] == ["step-9.npz", "step-12.npz"]
-    assert {path.name for path in config.directory.iterdir()} == {".lock", "step-9.npz", "step-12.npz"}
+    assert [path.name for path in list_checkpoints(config.directory)] == [
+        "step-9.npz",
+        "step-12.npz",
+    ]
+    assert {path.name for path in config.directory.iterdir()} == {
+        ".lock",
+        "step-9.npz",
+        "step-12.npz",
+    }
 
 
 def test_a_state_that_cannot_be_saved_leaves_the_older_checkpoint(config, caplog, monkeypatch):
@@ -114,7 +135,9 @@ def test_a_run_with_only_damaged_checkpoints_is_refused(config):
         ("result.json", "{}", "run .*--overwrite"),
     ],
 )
-def test_directories_in_which_a_run_would_replace_something_are_refused(config, name, content, message):
+def test_directories_in_which_a_run_would_replace_something_are_refused(
+    config, name, content, message
+):
     path = config.directory / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content)
@@ -128,7 +151,9 @@ def test_directories_in_which_a_run_would_replace_something_are_refused(config, 
 def test_a_run_of_another_recipe_is_refused_by_name(config):
     save(config, 10)
     free = {"num_gpus": 4, "max_steps": 30, "tta": 2, "variable_placement": "round_robin"}
-    other = dataclasses.replace(config, seed=3, model="resnet20", batch_statistics="synchronized", **free)
+    other = dataclasses.replace(
+        config, seed=3, model="resnet20", batch_statistics="synchronized", **free
+    )
     with pytest.raises(UsageError) as caught, open_run(other):
         pass
     named = "seed 0 -> 3", "model speednet94 -> resnet20", "batch_statistics mean -> synchronized"
@@ -167,7 +192,11 @@ def test_a_finished_run_has_no_result_of_code_that_was_edited_since(config, tmp_
     path = tmp_path / "losses.py"
     path.write_text("def mine(labels, logits):\n    return labels\n")
     config = dataclasses.replace(config, loss=f"{path}:mine", label_smoothing=0.0)
-    save(config, 20, facts={f"code of {setting}": digest for setting, digest in code_digests(config).items()})
+    save(
+        config,
+        20,
+        facts={f"code of {setting}": digest for setting, digest in code_digests(config).items()},
+    )
     result = {"step": 20, "reached": 0.0, "dataset": "cifar10"}
     files.write_json(config.directory / files.RESULT, result)
     for expected in (result, None):
@@ -179,12 +208,24 @@ def test_a_finished_run_has_no_result_of_code_that_was_edited_since(config, tmp_
 def test_overwrite_removes_what_a_run_wrote_and_nothing_else(config):
     save(config, 10)
     mine = ["notes.txt", "train/cat/1.png", "eval/table.csv", "export/model.onnx"]
-    theirs = ["config.json", "metrics.jsonl", "step-9.npz.damaged", ".tmp-step-11.npz", "train/events.out.tfevents.1.a"]
+    theirs = [
+        "config.json",
+        "metrics.jsonl",
+        "step-9.npz.damaged",
+        ".tmp-step-11.npz",
+        "train/events.out.tfevents.1.a",
+    ]
     for name in [*mine, *theirs]:
         (config.directory / name).parent.mkdir(parents=True, exist_ok=True)
         (config.directory / name).write_text("")
     with open_run(dataclasses.replace(config, overwrite=True)) as run:
-        assert (config.directory / "step-10.npz").exists()  # nothing is removed before the run can begin
+        assert (
+            config.directory / "step-10.npz"
+        ).exists()  # nothing is removed before the run can begin
         run.clear()
-        left = {str(path.relative_to(config.directory)) for path in config.directory.rglob("*") if path.is_file()}
+        left = {
+            str(path.relative_to(config.directory))
+            for path in config.directory.rglob("*")
+            if path.is_file()
+        }
         assert left == {".lock", *mine}

@@ -14,14 +14,28 @@ import pytest
 
 from cifar_towers.cli import main
 from cifar_towers.config.programs import RunsConfig
-from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError, WorkerLostError
+from cifar_towers.errors import (
+    DataError,
+    DivergedError,
+    Interrupted,
+    RunError,
+    UsageError,
+    WorkerLostError,
+)
 from tests.configs import net
 from tests.messages import lines_with
 from tests.programs import call, finish, start
 
 ROOT = Path(__file__).parents[2]
 MODEL = f"--model={net('plain')}"
-TINY = ["--dataset=synthetic", MODEL, "--shift=0", "--learning_rate=0.001", "--batch_size=40", "--precision=float32"]
+TINY = [
+    "--dataset=synthetic",
+    MODEL,
+    "--shift=0",
+    "--learning_rate=0.001",
+    "--batch_size=40",
+    "--precision=float32",
+]
 
 
 @pytest.fixture
@@ -67,7 +81,11 @@ def test_error_is_one_line_and_an_exit_code(main_here, capsys, arguments, code, 
 
 
 def test_help_and_refusals_import_nothing_slow():
-    asked = [["--help"], *([name, "--help"] for name in main.PROGRAMS), *(arguments for arguments, *_ in REFUSALS[:-1])]
+    asked = [
+        ["--help"],
+        *([name, "--help"] for name in main.PROGRAMS),
+        *(arguments for arguments, *_ in REFUSALS[:-1]),
+    ]
     code = f"""
 import contextlib, sys
 from cifar_towers.cli.main import main
@@ -82,12 +100,17 @@ sys.exit(bool({{"numpy", "tensorflow", "keras", "matplotlib", "rich"}} & {{*sys.
 def test_docs_list_the_exit_codes_of_the_help_text(main_here, capsys):
     assert main_here(["--help"]) == 0
     page = (ROOT / "docs/reference.md").read_text().partition("## Exit codes")[2]
-    codes = {str(error.exit_code) for error in (RunError, UsageError, DataError, DivergedError, WorkerLostError)}
+    codes = {
+        str(error.exit_code)
+        for error in (RunError, UsageError, DataError, DivergedError, WorkerLostError)
+    }
     for text in (capsys.readouterr().out.partition("Exit codes:")[2], page):
         assert {"0", *codes, "130", "138", "143"} <= {*re.findall(r"\d+", text)}
 
 
-def test_an_interrupted_program_says_where_and_exits_as_a_shell_does(main_here, monkeypatch, capsys):
+def test_an_interrupted_program_says_where_and_exits_as_a_shell_does(
+    main_here, monkeypatch, capsys
+):
     program = Mock(side_effect=Interrupted(signal.SIGTERM, "saved step 3"), __doc__="Stop.")
     monkeypatch.setitem(main.PROGRAMS, "runs", (program, RunsConfig))
     assert main_here(["runs"]) == 143 and lines_with(capsys.readouterr().err, "step 3")
@@ -119,11 +142,15 @@ def test_another_process_gives_the_same_accuracy_though_the_output_disk_was_full
     # loading the data must not initialize TensorFlow before the towers are set up
     code, out, err = finish(start("evaluate", *flags, MODEL, "--json", "--precision=float32"))
     assert code == 0, err
-    assert json.loads(out)["accuracy"] == pytest.approx(result["evaluations"][0]["accuracy"], abs=0.001)
+    assert json.loads(out)["accuracy"] == pytest.approx(
+        result["evaluations"][0]["accuracy"], abs=0.001
+    )
 
 
 def test_an_abort_while_tensorflow_is_imported_loses_no_message(tmp_path):
-    """TensorFlow ends the process in native code if the processor lacks instructions that it is compiled for."""
+    """TensorFlow ends the process in native code if the processor lacks instructions that it is
+    compiled for.
+    """
     library = "import os\nos.write(2, b'compiled to use AVX2\\n')\nos.abort()\n"
     (tmp_path / "tensorflow.py").write_text(library)
     code, _, err = finish(start("train", *TINY, PYTHONPATH=f"{tmp_path}:{ROOT}"))
@@ -135,7 +162,10 @@ def test_an_abort_while_tensorflow_is_imported_loses_no_message(tmp_path):
     [
         (["--num_workers=3"], "batch_size=1024"),
         (["--num_workers=5", "--", "--batch_size=999"], "995 and 1000"),
-        (["--num_workers=2", "--", "--strategy=multi_worker", "--workers=a:5000,b:5000"], "--workers"),
+        (
+            ["--num_workers=2", "--", "--strategy=multi_worker", "--workers=a:5000,b:5000"],
+            "--workers",
+        ),
         (["--", "--seeds=0,x"], "seeds=0,x"),
         (["--", "--overwrite"], "--overwrite"),
     ],
@@ -147,6 +177,10 @@ def test_launcher_checks_the_flags_of_the_training(monkeypatch, arguments, menti
 
 def test_workers_train_the_default_recipe(monkeypatch):
     commands = []
-    monkeypatch.setattr(main.launcher, "launch", lambda command, *others: commands.append(command) or 0)
+    monkeypatch.setattr(
+        main.launcher, "launch", lambda command, *others: commands.append(command) or 0
+    )
     assert call(monkeypatch, "launch", "--num_workers=2") == 0
-    assert commands == [[sys.executable, "-m", "cifar_towers", "train"]]  # the program then chooses the recipe
+    assert commands == [
+        [sys.executable, "-m", "cifar_towers", "train"]
+    ]  # the program then chooses the recipe

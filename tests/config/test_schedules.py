@@ -15,7 +15,10 @@ def rate(text, step, total=200, epoch=20):
 @pytest.mark.parametrize(
     ("text", "factors"),
     [
-        ("linear:0=0.2,23%=1,100%=0.07", {0: 0.2, 23: 0.6, 46: 1.0, 123: 0.535, 200: 0.07, 300: 0.07}),
+        (
+            "linear:0=0.2,23%=1,100%=0.07",
+            {0: 0.2, 23: 0.6, 46: 1.0, 123: 0.535, 200: 0.07, 300: 0.07},
+        ),
         ("step:3=0.1,6=0.01", {0: 1.0, 59: 1.0, 60: 0.1, 119: 0.1, 120: 0.01}),
     ],
 )
@@ -35,7 +38,9 @@ def test_image_sizes_step_by_step():
 
 def test_percentages_fall_on_their_exact_step():
     for percent in range(1, 101):
-        side_at = schedules.ImageSizeSchedule(f"{percent}%=24", 32).at(schedules.RunLength(100, 200, 200))
+        side_at = schedules.ImageSizeSchedule(f"{percent}%=24", 32).at(
+            schedules.RunLength(100, 200, 200)
+        )
         assert [side_at(step) for step in (2 * percent - 1, 2 * percent)] == [32, 24]
         assert TrainConfig(epochs=percent / 100).run_length(100).total == percent
     assert TrainConfig(epochs=1e-9).run_length(100).total == 1
@@ -43,7 +48,15 @@ def test_percentages_fall_on_their_exact_step():
 
 @pytest.mark.parametrize(
     "text",
-    ["cosine:0=1", "linear:", "linear:0", "step:3=x", "linear:-1=0", "linear:0=1,9=0.5,20%=0", "linear:5=1,2=0"],
+    [
+        "cosine:0=1",
+        "linear:",
+        "linear:0",
+        "step:3=x",
+        "linear:-1=0",
+        "linear:0=1,9=0.5,20%=0",
+        "linear:5=1,2=0",
+    ],
 )
 def test_malformed_schedules_and_places_that_descend_are_refused(text):
     with pytest.raises(UsageError, match="learning_rate_schedule"):

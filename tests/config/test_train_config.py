@@ -7,7 +7,12 @@ import pytest
 from cifar_towers.checkpointing.run_directory import describe_differences
 from cifar_towers.cli.main import parse_command_line
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.programs import BenchmarkConfig, CompareConfig, EvaluateConfig, ExportConfig
+from cifar_towers.config.programs import (
+    BenchmarkConfig,
+    CompareConfig,
+    EvaluateConfig,
+    ExportConfig,
+)
 from cifar_towers.config.train_config import make_config, names_with, recipe_fields, shared_settings
 from cifar_towers.errors import UsageError
 
@@ -35,7 +40,10 @@ REFUSALS = {  # what a program's message must mention
         (["--seeds=1,1"], "seeds=1,1"),
         (["--profile_steps=9:9"], "'9:9'"),
         (["--learning_rate_schedule=0=1"], "learning_rate_schedule=0=1"),
-        (["--batch_size=100", "--num_gpus=8"], "batch_size=100 cannot be shared by 8 towers; 96 and 104"),
+        (
+            ["--batch_size=100", "--num_gpus=8"],
+            "batch_size=100 cannot be shared by 8 towers; 96 and 104",
+        ),
         (["--batch_size=3", "--num_gpus=8"], "8 towers; 8 can"),
         (["--batch_size=100", "--num_gpus=2", "--micro_batches=3"], "96 and 102"),
         # combinations that would silently train something else
@@ -55,7 +63,10 @@ REFUSALS = {  # what a program's message must mention
         (["--worker_index=1"], "--strategy=multi_worker"),
         (["--batch_statistics=synchronized", "--micro_batches=2"], "micro_batches"),
         (["--batch_statistics=synchronized", "--strategy=stages"], "strategy=stages"),
-        (["--strategy=mirrored", "--variable_placement=round_robin"], "variable_placement=round_robin"),
+        (
+            ["--strategy=mirrored", "--variable_placement=round_robin"],
+            "variable_placement=round_robin",
+        ),
         (["--strategy=stages", "--hard_example_pool=4096"], "hard_example_pool=4096"),
     ],
     BenchmarkConfig: [
@@ -100,7 +111,9 @@ def test_settings_from_python_are_checked(settings, error, message):
 
 
 def test_settings_from_python_are_those_of_the_command_line(tmp_path):
-    config = make_config(TrainConfig, {"recipe": "speed93", "epochs": 3, "train_dir": tmp_path, "seed": None})
+    config = make_config(
+        TrainConfig, {"recipe": "speed93", "epochs": 3, "train_dir": tmp_path, "seed": None}
+    )
     assert config == parse("--recipe=speed93", "--epochs=3", f"--train_dir={tmp_path}")
 
 
@@ -117,7 +130,9 @@ def test_later_flags_and_flagfiles_override_earlier_ones(tmp_path):
 
 def test_flags_override_the_recipe_wherever_they_stand(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    expected = parse(f"--flagfile={ROOT / 'configs' / 'speed93.cfg'}", "--epochs=3", "--nolookahead")
+    expected = parse(
+        f"--flagfile={ROOT / 'configs' / 'speed93.cfg'}", "--epochs=3", "--nolookahead"
+    )
     expected = dataclasses.replace(expected, recipe="speed93")
     assert expected.whitening_epochs == 3 and expected.learning_rate == 1.5
     assert parse("--epochs=3", "--recipe=speed93", "--nolookahead") == expected
@@ -135,7 +150,9 @@ def test_recipe_is_speed94_unless_a_recipe_or_a_model_is_given():
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_recipe_parses_and_states_its_command_and_claim(path):
     config = parse(f"--recipe={path.stem}")
-    assert dataclasses.replace(config, recipe="") == parse(f"--flagfile={path}")  # read as a flagfile is
+    assert dataclasses.replace(config, recipe="") == parse(
+        f"--flagfile={path}"
+    )  # read as a flagfile is
     assert config.name == path.stem
     header = re.match(r"(#.*\n)+", path.read_text()).group()
     assert f"--recipe={path.stem}" in header
@@ -168,7 +185,9 @@ def test_default_number_of_towers_divides_the_batch(settings, devices, towers):
 def test_home_directory_is_expanded_as_a_shell_does_not_after_an_equals_sign(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = parse("--train_dir=~/runs/one", "--init_from=~/runs/other")
-    assert config.directory == tmp_path / "runs/one" and config.init_from == f"{tmp_path}/runs/other"
+    assert (
+        config.directory == tmp_path / "runs/one" and config.init_from == f"{tmp_path}/runs/other"
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,12 +209,23 @@ def test_default_directory_names_recipe_data_and_seed(tmp_path, monkeypatch, set
 def test_settings_of_the_recipe_may_not_differ_on_resume():
     saved = recipe_fields(TrainConfig())
     changed = TrainConfig(micro_batches=2, momentum=0.5, num_gpus=2, strategy="mirrored", tta=2)
-    assert describe_differences(saved, recipe_fields(changed)) == ["micro_batches 1 -> 2", "momentum 0.9 -> 0.5"]
+    assert describe_differences(saved, recipe_fields(changed)) == [
+        "micro_batches 1 -> 2",
+        "momentum 0.9 -> 0.5",
+    ]
     assert describe_differences(saved, recipe_fields(TrainConfig())) == []
     assert {"seed", "epochs"} | {*names_with(TrainConfig, group="Optimizer")} <= saved.keys()
-    of_data_and_model = {*names_with(TrainConfig, group="Data"), *names_with(TrainConfig, group="Model")}
-    assert of_data_and_model - saved.keys() == {"dataset", "data_dir"}  # the data's digests are compared
-    assert not {*names_with(TrainConfig, per_run=True)} & saved.keys() - {"seed"}  # runs that are averaged differ in it
+    of_data_and_model = {
+        *names_with(TrainConfig, group="Data"),
+        *names_with(TrainConfig, group="Model"),
+    }
+    assert of_data_and_model - saved.keys() == {
+        "dataset",
+        "data_dir",
+    }  # the data's digests are compared
+    assert not {*names_with(TrainConfig, per_run=True)} & saved.keys() - {
+        "seed"
+    }  # runs that are averaged differ in it
 
 
 def test_workers_share_the_recipe_but_not_their_own_paths_and_addresses():

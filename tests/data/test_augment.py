@@ -11,11 +11,19 @@ from cifar_towers.data.dataset import CIFAR10
 def draws(count, **given):
     """Random draws that change nothing, except those given."""
     zeros, centers = np.zeros(count), np.full((count, 2), 0.5)
-    neutral = {"flip": zeros, "window": centers, "cutout": centers, "brightness": zeros, "contrast": zeros}
+    neutral = {
+        "flip": zeros,
+        "window": centers,
+        "cutout": centers,
+        "brightness": zeros,
+        "contrast": zeros,
+    }
     neutral |= {"own": np.zeros((count, 0))}
     types = {"flip": tf.bool, "example_index": tf.int64}
     values = neutral | {"example_index": np.arange(count)} | given
-    return RandomDraws(**{name: tf.cast(value, types.get(name, tf.float32)) for name, value in values.items()})
+    return RandomDraws(
+        **{name: tf.cast(value, types.get(name, tf.float32)) for name, value in values.items()}
+    )
 
 
 @pytest.fixture
@@ -27,18 +35,29 @@ def images():
     ("size", "pad", "fill", "mode"),
     [(32, 2, "reflect", "reflect"), (32, 4, "zeros", "constant"), (24, 0, "zeros", "edge")],
 )
-def test_shift_and_crop_are_a_window_of_the_padded_image_or_its_mirror_image(images, size, pad, fill, mode):
-    position, mirrored = np.random.default_rng(1).uniform(size=(6, 2)).astype("f4"), np.array([True, False] * 3)
-    windows = augment.random_window(tf.constant(images), tf.constant(position), tf.constant(mirrored), size, pad, fill)
+def test_shift_and_crop_are_a_window_of_the_padded_image_or_its_mirror_image(
+    images, size, pad, fill, mode
+):
+    position, mirrored = (
+        np.random.default_rng(1).uniform(size=(6, 2)).astype("f4"),
+        np.array([True, False] * 3),
+    )
+    windows = augment.random_window(
+        tf.constant(images), tf.constant(position), tf.constant(mirrored), size, pad, fill
+    )
     padded = np.pad(images, [(0, 0), (pad, pad), (pad, pad), (0, 0)], mode)
-    for i, (y, x) in enumerate((position * (32 + 2 * pad - size + 1)).astype(int)):  # each place is equally likely
+    for i, (y, x) in enumerate(
+        (position * (32 + 2 * pad - size + 1)).astype(int)
+    ):  # each place is equally likely
         window = padded[i, y : y + size, x : x + size]
         np.testing.assert_array_equal(windows[i], window[:, ::-1] if mirrored[i] else window)
 
 
 def test_normalize_by_moments_of_the_data_set_or_of_the_image(images):
     levels = tf.constant([[[[20.0, 30, 40], [21, 32, 43]]]])
-    normalized = augment.Augmentation(mean=(20.0, 30.0, 40.0), std=(1.0, 2.0, 3.0)).normalize(levels)
+    normalized = augment.Augmentation(mean=(20.0, 30.0, 40.0), std=(1.0, 2.0, 3.0)).normalize(
+        levels
+    )
     np.testing.assert_allclose(normalized[0, 0], [[0] * 3, [1] * 3], atol=1e-6)
     own = augment.Augmentation(standardize="image").normalize(tf.cast(images, tf.float32)).numpy()
     np.testing.assert_allclose(own.mean((1, 2, 3)), 0, atol=1e-5)
@@ -80,7 +99,9 @@ def test_tta_views_are_weighted_to_one_and_hold_the_mirror(images):
 
 def test_neutral_draws_change_nothing(images):
     augmentation, images = Augmentation(shift=2, brightness=9, contrast=0.1), tf.constant(images)
-    np.testing.assert_allclose(augmentation.augment(images, draws(6)), augmentation.evaluate(images), atol=1e-5)
+    np.testing.assert_allclose(
+        augmentation.augment(images, draws(6)), augmentation.evaluate(images), atol=1e-5
+    )
 
 
 def test_evaluation_uses_the_central_crop(images):
@@ -92,10 +113,17 @@ def test_evaluation_uses_the_central_crop(images):
 def test_augmentation_does_not_depend_on_the_shard(images):
     everything = Augmentation(shift=3, cutout=8, brightness=20, contrast=0.3)
     random = np.random.default_rng(2)
-    given = {"flip": random.random(6) < 0.5, "window": random.random((6, 2)), "cutout": random.random((6, 2))}
+    given = {
+        "flip": random.random(6) < 0.5,
+        "window": random.random((6, 2)),
+        "cutout": random.random((6, 2)),
+    }
     drawn = draws(6, **given, brightness=random.random(6), contrast=random.random(6))
     drawn_for_part = tf.nest.map_structure(lambda d: d[2:5], drawn)
-    for image_size, rounding in ((32, 0), (24, 1e-6)):  # some processors round matrix products differently
+    for image_size, rounding in (
+        (32, 0),
+        (24, 1e-6),
+    ):  # some processors round matrix products differently
         full = everything.augment(tf.constant(images), drawn, image_size).numpy()
         part = everything.augment(tf.constant(images[2:5]), drawn_for_part, image_size)
         np.testing.assert_allclose(part, full[2:5], rtol=0, atol=rounding)

@@ -10,7 +10,10 @@ from cifar_towers.errors import UsageError
 def numbered(count=10):
     """Images filled with their index, which is also the label."""
     numbers = np.arange(count)
-    return Split(np.broadcast_to(numbers.astype(np.uint8)[:, None, None, None], (count, 32, 32, 3)).copy(), numbers)
+    return Split(
+        np.broadcast_to(numbers.astype(np.uint8)[:, None, None, None], (count, 32, 32, 3)).copy(),
+        numbers,
+    )
 
 
 def test_epoch_has_each_example_at_most_once_with_its_label():

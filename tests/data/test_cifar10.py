@@ -1,4 +1,6 @@
-"""CIFAR-10: found in its places, verified, and cached; most tests use a small data set and its digests instead."""
+"""CIFAR-10: found in its places, verified, and cached; most tests use a small data set and its
+digests instead.
+"""
 
 import hashlib
 import os
@@ -15,7 +17,10 @@ from cifar_towers.data import cifar10, sources, synthetic, tfds_source
 from cifar_towers.errors import DataError
 
 COUNT = 20  # images of a file
-PUBLISHED = {"train": synthetic.make(5 * COUNT, 0, 0), "test": synthetic.make(COUNT, 0, 1)}  # in the files' order
+PUBLISHED = {
+    "train": synthetic.make(5 * COUNT, 0, 0),
+    "test": synthetic.make(COUNT, 0, 1),
+}  # in the files' order
 
 
 def in_tfds_order(name):
@@ -29,10 +34,18 @@ STORED = {name: in_tfds_order(name) for name in PUBLISHED}
 
 def batches():
     """Return the published files by name."""
-    parts = {f"data_batch_{n + 1}": PUBLISHED["train"].take(slice(n * COUNT, (n + 1) * COUNT)) for n in range(5)}
+    parts = {
+        f"data_batch_{n + 1}": PUBLISHED["train"].take(slice(n * COUNT, (n + 1) * COUNT))
+        for n in range(5)
+    }
     parts["test_batch"] = PUBLISHED["test"]
-    planes = {name: split.images.transpose(0, 3, 1, 2).reshape(COUNT, -1) for name, split in parts.items()}
-    return {name: pickle.dumps({b"labels": parts[name].labels.tolist(), b"data": planes[name]}) for name in parts}
+    planes = {
+        name: split.images.transpose(0, 3, 1, 2).reshape(COUNT, -1) for name, split in parts.items()
+    }
+    return {
+        name: pickle.dumps({b"labels": parts[name].labels.tolist(), b"data": planes[name]})
+        for name in parts
+    }
 
 
 def write(path):
@@ -50,7 +63,11 @@ def write(path):
 @pytest.fixture(autouse=True)
 def own_place(monkeypatch, tmp_path):
     """Leave this machine's copies, caches and network out of it."""
-    for variable, place in (("XDG_CACHE_HOME", "cache"), ("KERAS_HOME", "keras"), ("TFDS_DATA_DIR", "tfds")):
+    for variable, place in (
+        ("XDG_CACHE_HOME", "cache"),
+        ("KERAS_HOME", "keras"),
+        ("TFDS_DATA_DIR", "tfds"),
+    ):
         monkeypatch.setenv(variable, str(tmp_path / place))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(socket, "create_connection", Mock(side_effect=TimeoutError))
@@ -82,10 +99,12 @@ def are_verified(splits):
     return [split.digest for split in splits.values()] == list(cifar10.DIGESTS.values())
 
 
-# Places ---------------------------------------------------------------------------------------------------------------
+# Places -------------------------------------------------------------------------------------------
 
 
-def test_auto_falls_back_to_synthetic_if_nothing_is_here_and_the_host_does_not_answer(monkeypatch, tmp_path):
+def test_auto_falls_back_to_synthetic_if_nothing_is_here_and_the_host_does_not_answer(
+    monkeypatch, tmp_path
+):
     source = sources.find("auto", str(tmp_path))
     assert source.name == "synthetic" and "SYNTHETIC DATA" in source.banner
     (address, timeout), _ = socket.create_connection.call_args
@@ -128,7 +147,7 @@ def test_only_a_data_dir_that_is_given_is_looked_at(small, tmp_path):
     assert are_verified(cifar10.load(str(tmp_path / "mine")))
 
 
-# Damage ---------------------------------------------------------------------------------------------------------------
+# Damage -------------------------------------------------------------------------------------------
 
 
 def flip_bit(content):
@@ -144,7 +163,9 @@ def empty(content):
 
 
 @pytest.mark.parametrize("damage", [flip_bit, cut, empty])
-@pytest.mark.parametrize("place", ["tfds/cifar-10-python.tar.gz", "tfds/cifar-10-batches-py/data_batch_2"])
+@pytest.mark.parametrize(
+    "place", ["tfds/cifar-10-python.tar.gz", "tfds/cifar-10-batches-py/data_batch_2"]
+)
 def test_damaged_copy_is_skipped_with_a_warning(place, damage, decoded, tmp_path, caplog):
     path = tmp_path / place
     copy = write(path if path.suffix == ".gz" else path.parent)
@@ -160,7 +181,10 @@ def test_damaged_copy_is_skipped_with_a_warning(place, damage, decoded, tmp_path
 @pytest.mark.parametrize("damage", [flip_bit, cut, empty])
 def test_cache_is_read_unless_it_is_damaged(decoded, caplog, damage):
     assert are_verified(cifar10.load()) and decoded == ["train", "test"]
-    assert sources.load(sources.find("auto")).digests() == cifar10.DIGESTS and decoded == ["train", "test"]
+    assert sources.load(sources.find("auto")).digests() == cifar10.DIGESTS and decoded == [
+        "train",
+        "test",
+    ]
     path = cifar10._cached_file("train")
     path.write_bytes(damage(path.read_bytes()))
     for _ in range(2):
@@ -182,16 +206,20 @@ def test_pickle_that_is_not_the_published_file_is_not_executed(decoded, tmp_path
     assert (tmp_path / "executed").exists()
 
 
-def test_unwritable_cache_is_ignored_and_a_full_disk_leaves_no_partial_file(decoded, monkeypatch, tmp_path):
+def test_unwritable_cache_is_ignored_and_a_full_disk_leaves_no_partial_file(
+    decoded, monkeypatch, tmp_path
+):
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
         assert are_verified(cifar10.load()) and not [*cifar10._cached_file("test").parent.iterdir()]
     (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # not a directory, so that root cannot write either
+    monkeypatch.setenv(
+        "XDG_CACHE_HOME", str(tmp_path / "file")
+    )  # not a directory, so that root cannot write either
     assert are_verified(cifar10.load()) and decoded == ["train", "test"] * 2
 
 
-# The real data set ----------------------------------------------------------------------------------------------------
+# The real data set --------------------------------------------------------------------------------
 
 REAL = tfds_source.tfds_directory()
 
@@ -200,7 +228,11 @@ REAL = tfds_source.tfds_directory()
 @pytest.mark.skipif(not cifar10.is_prepared(REAL), reason="no prepared CIFAR-10 on this machine")
 def test_real_data_set_has_the_published_counts_and_moments():
     data = sources.load(sources.find("cifar10", str(REAL)), validation_examples=5000)
-    assert [len(s.labels) for s in (data.train, data.validation, data.test)] == [45_000, 5_000, 10_000]
+    assert [len(s.labels) for s in (data.train, data.validation, data.test)] == [
+        45_000,
+        5_000,
+        10_000,
+    ]
     assert data.test.digest == cifar10.DIGESTS["test"] and (data.test.class_counts() == 1000).all()
     pixels = data.train.images.reshape(-1, 3) / 255
     np.testing.assert_allclose(pixels.mean(0), [0.4914, 0.4822, 0.4465], atol=1e-3)

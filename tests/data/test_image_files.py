@@ -40,9 +40,20 @@ def read(tmp_path):
 
 
 KINDS = [
-    ("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "L"), ("PNG", "LA"),
-    ("PNG", "P"), ("PNG", "1"), ("GIF", "P"), ("BMP", "RGB"), ("WEBP", "RGB"), ("WEBP", "RGBA"),
-]  # fmt: skip
+    ("JPEG", "RGB"),
+    ("JPEG", "L"),
+    ("JPEG", "CMYK"),
+    ("PNG", "RGB"),
+    ("PNG", "RGBA"),
+    ("PNG", "L"),
+    ("PNG", "LA"),
+    ("PNG", "P"),
+    ("PNG", "1"),
+    ("GIF", "P"),
+    ("BMP", "RGB"),
+    ("WEBP", "RGB"),
+    ("WEBP", "RGBA"),
+]
 
 
 @pytest.mark.parametrize(("kind", "mode"), KINDS)
@@ -54,14 +65,18 @@ def test_every_format_and_mode(read, kind, mode):
     assert abs(levels - expected).mean() < (4 if kind in ("JPEG", "WEBP", "GIF") else 0.5)
 
 
-@pytest.mark.parametrize("size", [(100, 60), (60, 100), (33, 32), (1, 7), (500, 20), (32, 32)])  # odd margins too
+@pytest.mark.parametrize(
+    "size", [(100, 60), (60, 100), (33, 32), (1, 7), (500, 20), (32, 32)]
+)  # odd margins too
 def test_central_square_is_resized_in_files_and_arrays(read, size):
     image = photo(*size)
     square = min(size)
     left, top = (size[0] - square) // 2, (size[1] - square) // 2
     expected = resized(image.crop((left, top, left + square, top + square)))
     np.testing.assert_array_equal(read(encoded(image, "PNG")), expected)
-    np.testing.assert_array_equal(image_files.resize_all(np.asarray(image)[None], 32), expected[None])
+    np.testing.assert_array_equal(
+        image_files.resize_all(np.asarray(image)[None], 32), expected[None]
+    )
     assert size != (32, 32) or np.array_equal(expected, image)
 
 

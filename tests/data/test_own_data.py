@@ -10,9 +10,23 @@ from cifar_towers.registry import PREFIXES
 from tests.messages import lines_with
 from tests.own_data import write_arrays, write_folder, write_table
 
-TRAIN, TEST, VALIDATION = synthetic.make(60, 0, 0), synthetic.make(40, 0, 1), synthetic.make(20, 0, 2)
-ARRAYS = {"x_train": TRAIN.images, "y_train": TRAIN.labels, "x_test": TEST.images, "y_test": TEST.labels}
-FILES = ["a/1.png", "a/2.jpg", "3.png", "b/4.gif"]  # of the tables: pictures of the levels 10, 20, 30 and 40
+TRAIN, TEST, VALIDATION = (
+    synthetic.make(60, 0, 0),
+    synthetic.make(40, 0, 1),
+    synthetic.make(20, 0, 2),
+)
+ARRAYS = {
+    "x_train": TRAIN.images,
+    "y_train": TRAIN.labels,
+    "x_test": TEST.images,
+    "y_test": TEST.labels,
+}
+FILES = [
+    "a/1.png",
+    "a/2.jpg",
+    "3.png",
+    "b/4.gif",
+]  # of the tables: pictures of the levels 10, 20, 30 and 40
 DIVIDED = {  # the digests of train and test where a fifth of `TRAIN` becomes the test split
     write_folder: ("1e1213e949f5f315", "f2b08e552352c5c3"),
     write_table: ("1e1213e949f5f315", "f2b08e552352c5c3"),
@@ -43,7 +57,10 @@ def table(root, lines):
 def arrays(root, changes):
     """Write the file of `ARRAYS` with changes, None to leave one out."""
     root.mkdir(exist_ok=True)
-    np.savez(root / "some.npz", **{name: array for name, array in (ARRAYS | changes).items() if array is not None})
+    np.savez(
+        root / "some.npz",
+        **{name: array for name, array in (ARRAYS | changes).items() if array is not None},
+    )
     return f"npz:{root / 'some.npz'}"
 
 
@@ -59,10 +76,13 @@ def examples(split):
 
 def levels(split):
     """Return (level, class) of each example, sorted."""
-    return sorted((int(i[0, 0, 0]), split.info.class_names[n]) for i, n in zip(split.images, split.labels, strict=True))
+    return sorted(
+        (int(i[0, 0, 0]), split.info.class_names[n])
+        for i, n in zip(split.images, split.labels, strict=True)
+    )
 
 
-# What the three sources promise ---------------------------------------------------------------------------------------
+# What the three sources promise -------------------------------------------------------------------
 
 
 @pytest.fixture(params=DIVIDED, ids=lambda write: write.__name__)
@@ -81,7 +101,9 @@ def test_splits_are_read_as_they_are(tmp_path, write):
     assert data.test.info == data.train.info
 
 
-def test_a_fifth_of_each_class_is_the_test_split_in_the_order_of_earlier_runs(tmp_path, caplog, write):
+def test_a_fifth_of_each_class_is_the_test_split_in_the_order_of_earlier_runs(
+    tmp_path, caplog, write
+):
     caplog.set_level("INFO", "cifar_towers")
     one, other = (load(write(tmp_path / place, train=TRAIN)) for place in ("one", "other"))
     assert one.digests() == other.digests()  # wherever the data lie
@@ -149,7 +171,9 @@ def test_other_layouts_are_refused(tmp_path, write_layout, content, mention):
         sources.find(name)
     told = str(caught.value)
     assert (
-        told.startswith(f"dataset={name}: ") and mention in told.removeprefix(f"dataset={name}") and told.isprintable()
+        told.startswith(f"dataset={name}: ")
+        and mention in told.removeprefix(f"dataset={name}")
+        and told.isprintable()
     )
 
 
@@ -164,23 +188,36 @@ def test_one_class_is_refused(tmp_path):
         load(folder(tmp_path, ["cat/1.png", "cat/2.png"]))
 
 
-# Pictures -------------------------------------------------------------------------------------------------------------
+# Pictures -----------------------------------------------------------------------------------------
 
 
 def test_hidden_and_other_files_are_left_out_and_counted(tmp_path, caplog):
     caplog.set_level("INFO", "cifar_towers")
-    for level, place in enumerate(("train/cat/1.PNG", "train/dog/2.jpeg", "test/cat/3.png", "test/dog/4.gif")):
+    for level, place in enumerate(
+        ("train/cat/1.PNG", "train/dog/2.jpeg", "test/cat/3.png", "test/dog/4.gif")
+    ):
         put(tmp_path / place, level)
     for place in ("loose.png", "train/loose.png", "train/cat/._1.png", "test/.trash/1.png"):
         put(tmp_path / place, 99)
     (tmp_path / "test/cat/readme.txt").touch()
     data = load(f"folder:{tmp_path}", 8)
-    assert [levels(split) for split in (data.train, data.test)] == [[(0, "cat"), (1, "dog")], [(2, "cat"), (3, "dog")]]
-    assert lines_with(caplog.text, f"folder:{tmp_path}", "5 left out") and lines_with(caplog.text, "cat 1, dog 1")
+    assert [levels(split) for split in (data.train, data.test)] == [
+        [(0, "cat"), (1, "dog")],
+        [(2, "cat"), (3, "dog")],
+    ]
+    assert lines_with(caplog.text, f"folder:{tmp_path}", "5 left out") and lines_with(
+        caplog.text, "cat 1, dog 1"
+    )
 
 
 def test_files_of_a_table_are_relative_to_it(tmp_path):
-    rows = ["a/1.png,été,train", 'a/2.jpg," cat, big",train', "3.png,été,test", "", "b/4.gif,été ,validation"]
+    rows = [
+        "a/1.png,été,train",
+        'a/2.jpg," cat, big",train',
+        "3.png,été,test",
+        "",
+        "b/4.gif,été ,validation",
+    ]
     data = load(table(tmp_path, ["\ufefffile,label,split", *rows]), 8)
     assert data.info.class_names == ("cat, big", "été")
     assert levels(data.train) == [(10, "été"), (20, "cat, big")]
@@ -188,25 +225,34 @@ def test_files_of_a_table_are_relative_to_it(tmp_path):
 
 
 def test_missing_and_unreadable_files_are_named(tmp_path):
-    name = table(tmp_path, ["file,label,split", "a/1.png,cat,train", "a/2.jpg,dog,train", "a/5.png,dog,test"])
+    name = table(
+        tmp_path, ["file,label,split", "a/1.png,cat,train", "a/2.jpg,dog,train", "a/5.png,dog,test"]
+    )
     with pytest.raises(DataError, match="a/5.png"):
         load(name)
     (tmp_path / "labels.csv").write_bytes("file,label\na/1.png,été".encode("latin-1"))
     with pytest.raises(DataError, match="utf-8"):
         sources.find(name)
-    name = folder(tmp_path / "photos", [f"{label}/{index}.png" for label in "ab" for index in range(2)])
+    name = folder(
+        tmp_path / "photos", [f"{label}/{index}.png" for label in "ab" for index in range(2)]
+    )
     (tmp_path / "photos/b/a\n\x1b[31m.png").write_bytes(b"no picture")
     with pytest.raises(DataError, match=r"b/a\\n\\x1b\[31m.png") as caught:
         load(name)
     assert str(caught.value).isprintable()
 
 
-# Arrays ---------------------------------------------------------------------------------------------------------------
+# Arrays -------------------------------------------------------------------------------------------
 
 
 def test_grey_arrays_without_names_get_three_channels_and_are_resized(tmp_path):
-    grey = {name: array[..., 0] if array.ndim == 4 else array.astype(np.uint8) for name, array in ARRAYS.items()}
+    grey = {
+        name: array[..., 0] if array.ndim == 4 else array.astype(np.uint8)
+        for name, array in ARRAYS.items()
+    }
     data = load(arrays(tmp_path, grey), 20)
     assert data.info.class_names == tuple("0123456789")
     expected = image_files.resize_all(np.repeat(TEST.images[..., :1], 3, axis=3), 20)
-    assert {image.tobytes() for image in data.test.images} == {image.tobytes() for image in expected}
+    assert {image.tobytes() for image in data.test.images} == {
+        image.tobytes() for image in expected
+    }

@@ -7,11 +7,17 @@ from cifar_towers.data import sources, synthetic
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import UsageError
 
-SPLITS = {"train": synthetic.make(20, 0, 0), "validation": synthetic.make(8, 0, 2), "test": synthetic.make(10, 0, 1)}
+SPLITS = {
+    "train": synthetic.make(20, 0, 0),
+    "validation": synthetic.make(8, 0, 2),
+    "test": synthetic.make(10, 0, 1),
+}
 
 
 def source_of(*names):
-    return sources.Source("new", lambda image_size, wanted: {name: SPLITS[name] for name in names if name in wanted})
+    return sources.Source(
+        "new", lambda image_size, wanted: {name: SPLITS[name] for name in names if name in wanted}
+    )
 
 
 @pytest.mark.parametrize("name", ["Other", "photos/", "cifar-10", "labels.csv", "npz:", "folder:"])

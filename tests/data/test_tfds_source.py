@@ -12,7 +12,9 @@ IMAGES = synthetic.make(60, 0, 0).images[:, :20]
 
 
 def prepare(root, names="xyz", images=IMAGES, **labels):
-    """Prepare a TFDS data set `shapes` with a split for each of `labels`; return the directory of its metadata."""
+    """Prepare a TFDS data set `shapes` with a split for each of `labels`; return the directory of
+    its metadata.
+    """
     import tensorflow_datasets as tfds
 
     image = tfds.features.Image(shape=(None, None, images.shape[3]), dtype=images.dtype)
@@ -22,7 +24,9 @@ def prepare(root, names="xyz", images=IMAGES, **labels):
         "shapes",
         "1.0.0",
         features=tfds.features.FeaturesDict(kinds),
-        split_datasets={split: tf.data.Dataset.from_tensor_slices(column) for split, column in columns.items()},
+        split_datasets={
+            split: tf.data.Dataset.from_tensor_slices(column) for split, column in columns.items()
+        },
         data_dir=root,
     )
     return root / "shapes" / "1.0.0"
@@ -44,7 +48,9 @@ def test_local_tfds_data_set_is_read(caplog, tmp_path, labels, sizes, test_split
     assert data.info.class_names == ("x", "y", "z") and data.info.image_size == 32
     assert (len(data.train.labels), len(data.test.labels)) == sizes
     used = [labels["train"], labels.get(test_split or "test", [])]
-    assert sorted(np.concatenate([data.train.labels, data.test.labels])) == sorted(np.concatenate(used))
+    assert sorted(np.concatenate([data.train.labels, data.test.labels])) == sorted(
+        np.concatenate(used)
+    )
     assert bool(lines_with(caplog.text, f"dataset=shapes: its {test_split}")) == bool(test_split)
 
 
@@ -69,7 +75,13 @@ def test_grey_and_transparent_images_get_three_channels(tmp_path, channels):
 @pytest.mark.parametrize(
     ("names", "images", "labels", "error", "message"),
     [
-        ("xyz", IMAGES, {"train": [0, 1, 2], "test": [0, -1]}, ValueError, "negative"),  # an image without a class
+        (
+            "xyz",
+            IMAGES,
+            {"train": [0, 1, 2], "test": [0, -1]},
+            ValueError,
+            "negative",
+        ),  # an image without a class
         ("xyz", IMAGES.astype(np.uint16), {"train": [0, 1, 2] * 5}, DataError, "dataset=shapes"),
         ("x", IMAGES, {"train": [0] * 9}, UsageError, "dataset=shapes .*one class"),
         ("xyz", IMAGES, {"extra": [0, 1]}, UsageError, "dataset=shapes .*train or test"),

@@ -25,7 +25,9 @@ def test_mistakes_are_sorted_by_confidence():
 
 
 def test_score_by_hand():
-    logits = np.log([[0.7, 0.2, 0.1] + [1e-9] * 7, [0.2, 0.7, 0.1] + [1e-9] * 7, [0.1, 0.2, 0.7] + [1e-9] * 7])
+    logits = np.log(
+        [[0.7, 0.2, 0.1] + [1e-9] * 7, [0.2, 0.7, 0.1] + [1e-9] * 7, [0.1, 0.2, 0.7] + [1e-9] * 7]
+    )
     found = Score(np.array([0, 1, 1]), logits)
     assert (found.count, found.correct) == (3, 2) and found.accuracy == pytest.approx(2 / 3)
     assert found.loss == pytest.approx(-np.log([0.7, 0.7, 0.2]).mean(), abs=1e-6)
@@ -45,7 +47,12 @@ def test_label_of_probability_zero_has_finite_loss():
         # one bin: half of two images right at a confidence of 0.9
         ([0, 1], np.log([[0.9, 0.1]] * 2), {13: 2}, 0.4),
         # three bins of 1, 2 and 1 images: |1 - 0.7| / 4 + |1 - 1.5| / 4 + |0 - 0.95| / 4
-        ([0, 1, 0, 1], np.log([[0.7, 0.3], [0.25, 0.75], [0.25, 0.75], [0.95, 0.05]]), {10: 1, 11: 2, 14: 1}, 0.4375),
+        (
+            [0, 1, 0, 1],
+            np.log([[0.7, 0.3], [0.25, 0.75], [0.25, 0.75], [0.95, 0.05]]),
+            {10: 1, 11: 2, 14: 1},
+            0.4375,
+        ),
         # a confidence of exactly 3 / 15 or 1 / 15 belongs to the bin below the edge
         ([0, 1, 2, 3, 4], np.zeros((5, 5)), {2: 5}, 0.0),
         ([1], np.zeros((1, 15)), {0: 1}, 1 / 15),
@@ -67,7 +74,10 @@ def test_wilson_interval():
     assert (low, high) == pytest.approx((0.8256, 0.9448), abs=1e-4)
     assert wilson_interval(1.0, 10)[1] == pytest.approx(1.0)
     assert all(
-        0 <= end <= 1 for number in range(1, 2000) for share in (0.0, 1.0) for end in wilson_interval(share, number)
+        0 <= end <= 1
+        for number in range(1, 2000)
+        for share in (0.0, 1.0)
+        for end in wilson_interval(share, number)
     )
 
 
@@ -80,8 +90,13 @@ def test_wilson_interval():
     ],
 )
 def test_reported_score_is_chosen_without_looking_at_the_accuracy(kinds):
-    scores = [dict(zip(("split", "weights", "tta", "accuracy"), kind, strict=True)) for kind in kinds]
-    assert reported_score(scores) == reported_score(scores[::-1]) == scores[0] and reported_score([]) is None
+    scores = [
+        dict(zip(("split", "weights", "tta", "accuracy"), kind, strict=True)) for kind in kinds
+    ]
+    assert (
+        reported_score(scores) == reported_score(scores[::-1]) == scores[0]
+        and reported_score([]) is None
+    )
 
 
 def make_evaluator(every_steps, validation=0, tta=0):
@@ -94,12 +109,16 @@ def make_evaluator(every_steps, validation=0, tta=0):
 
     values = {name: ([f"{name} weights"], [f"{name} statistics"]) for name in ("raw", "ema")}
     counts = {"validation": validation, "test": 7}
-    splits = {name: Split(np.zeros((n, 4, 4, 3), np.uint8), np.zeros(n, np.int64)) for name, n in counts.items()}
+    splits = {
+        name: Split(np.zeros((n, 4, 4, 3), np.uint8), np.zeros(n, np.int64))
+        for name, n in counts.items()
+    }
     return evaluator.Evaluator(evaluate, splits, values, every_steps, last_step=10, tta=tta), calls
 
 
 @pytest.mark.parametrize(
-    ("every_steps", "expected"), [(0, []), (1, [*range(1, 10)]), (3, [3, 6, 9]), (5, [5]), (10, []), (11, [])]
+    ("every_steps", "expected"),
+    [(0, []), (1, [*range(1, 10)]), (3, [3, 6, 9]), (5, [5]), (10, []), (11, [])],
 )
 def test_evaluations_are_due_every_so_many_steps_before_the_last(every_steps, expected):
     evaluations, _ = make_evaluator(every_steps)
@@ -112,10 +131,13 @@ def test_averaged_weights_are_scored_before_the_end_and_raw_ones_once_at_the_end
     found = evaluations.run()
     assert [(each.split, each.weights, each.tta) for each in found] == [(first, "ema", 0)]
     assert calls == [(validation or 7, ["ema weights"], ["ema statistics"], 0)]
-    splits, kinds = dict.fromkeys((first, "test")), (("raw", 0, "TTA 0"), ("ema", 0, "TTA 0"), ("ema", 2, "TTA 2"))
-    assert [(each.split, each.weights, each.tta, each.score) for each in evaluations.run(final=True)] == [
-        (split, *kind) for split in splits for kind in kinds
-    ]
+    splits, kinds = (
+        dict.fromkeys((first, "test")),
+        (("raw", 0, "TTA 0"), ("ema", 0, "TTA 0"), ("ema", 2, "TTA 2")),
+    )
+    assert [
+        (each.split, each.weights, each.tta, each.score) for each in evaluations.run(final=True)
+    ] == [(split, *kind) for split in splits for kind in kinds]
 
 
 @pytest.mark.parametrize(("count", "examples"), [(1, 10), (2, 4001), (3, 10), (7, 1)])
@@ -127,7 +149,11 @@ def test_every_example_counts_once_on_any_number_of_towers(towers, reader, count
     classify = make_classify_fn(reader, towers(count), Augmentation())
     found = score_split(classify, Split(images, labels), [tf.one_hot([1], 10)], [])[0]
     # below the mean level the logit of class 1 is negative, and class 0 is the first of the others
-    assert (found.count, found.correct, found.confusion.sum()) == (examples, (red == labels).sum(), examples)
+    assert (found.count, found.correct, found.confusion.sum()) == (
+        examples,
+        (red == labels).sum(),
+        examples,
+    )
 
 
 @pytest.mark.parametrize(("image_size", "at_once"), [(18, 9), (64, 1)])
@@ -167,7 +193,9 @@ def test_two_sets_of_mirrored_weights_are_two(towers):
         model = keras.Model(images, logits)
         weights = [v.value for v in model.trainable_variables]
         average = [tf.Variable(2 * v) for v in weights]
-    split = Split(np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3), np.uint8), np.zeros(8, np.int64))
+    split = Split(
+        np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3), np.uint8), np.zeros(8, np.int64)
+    )
     classify = make_classify_fn(model, two, Augmentation())
     one, other = (classify(split.images, values, [])[0] for values in (weights, average))
     np.testing.assert_allclose(other, 2 * one, rtol=1e-5)

@@ -1,7 +1,8 @@
 """`python -m tests.faults`: injects faults into runs, saves and files, and counts the failures.
 
-Every trial is a line of trials.jsonl, in a directory per state of the code. A restart of the same command skips the
-trials it finds there. Trials follow from their numbers alone, except the moments at which signals arrive.
+Every trial is a line of trials.jsonl, in a directory per state of the code. A restart of the same
+command skips the trials it finds there. Trials follow from their numbers alone, except the moments
+at which signals arrive.
 """
 
 import argparse
@@ -24,13 +25,23 @@ MODULES = ("saving", "damage", "fulldisk", "nan_injection", "runs", "signals", "
 
 def main() -> int:
     """Exit code 0 if no trial of ours failed, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.split("\n")[0])
-    parser.add_argument("--long", action="store_true", help="as many trials as in docs/robustness.md (hours)")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--long", action="store_true", help="as many trials as in docs/robustness.md (hours)"
+    )
     parser.add_argument("--only", default="", help="regular expression on the names of experiments")
     args = parser.parse_args()
-    code = (path for folder in ("cifar_towers", "tests/faults") for path in sorted(Path(folder).rglob("*.py")))
+    code = (
+        path
+        for folder in ("cifar_towers", "tests/faults")
+        for path in sorted(Path(folder).rglob("*.py"))
+    )
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in code)).hexdigest()[:8]
-    log = harness.TrialLog(Path("runs/faults", f"{'long' if args.long else 'quick'}-{digest}", "trials.jsonl"))
+    log = harness.TrialLog(
+        Path("runs/faults", f"{'long' if args.long else 'quick'}-{digest}", "trials.jsonl")
+    )
     for name in MODULES:
         for experiment in importlib.import_module(f"tests.faults.{name}").EXPERIMENTS:
             if re.search(args.only, experiment.name):

@@ -1,5 +1,5 @@
-"""A worker of a cluster is killed, stopped, interrupted or cut off, or its Slurm job is preempted: the others end, and
-the run that the launcher restarts loses no bit.
+"""A worker of a cluster is killed, stopped, interrupted or cut off, or its Slurm job is preempted:
+the others end, and the run that the launcher restarts loses no bit.
 """
 
 import functools
@@ -25,7 +25,12 @@ TIMEOUT = 240.0  # seconds that no run takes
 MAX_RESPONSE = 30.0  # seconds from the fault to the end of the workers
 FLAGS = (
     *("--dataset=synthetic", "--model=cifarnet", "--batch_size=24", "--precision=float32"),
-    *("--checkpoint_every_steps=7", "--summary_every_steps=1", "--eval_every_epochs=0", f"--max_steps={STEPS}"),
+    *(
+        "--checkpoint_every_steps=7",
+        "--summary_every_steps=1",
+        "--eval_every_epochs=0",
+        f"--max_steps={STEPS}",
+    ),
 )
 BATCH_SCRIPT = Path(__file__).parents[2] / "docs/cluster/train.sbatch"
 SRUN = f"""#!{sys.executable}
@@ -43,7 +48,14 @@ signal.signal(signal.SIGUSR1, lambda number, _: [task.send_signal(number) for ta
 sys.exit(max(task.wait() % 256 for task in tasks))
 """
 SCONTROL = '#!/bin/sh\necho "$@" >> "$SLURM_SUBMIT_DIR/scontrol"\n'
-ISOLATED = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")  # the command that follows
+ISOLATED = (
+    "unshare",
+    "--net",
+    "sh",
+    "-c",
+    'ip link set lo up && exec "$@"',
+    "sh",
+)  # the command that follows
 
 
 def signal_worker(number: signal.Signals, victims: Sequence[int], trial: Trial) -> str:
@@ -62,12 +74,16 @@ def signal_worker(number: signal.Signals, victims: Sequence[int], trial: Trial) 
 
 
 def cut_network(trial: Trial) -> str:
-    """Cut the workers of a Slurm job off, in a network namespace of their own, until both have ended."""
+    """Cut the workers of a Slurm job off, in a network namespace of their own, until both have
+    ended.
+    """
     after = trial.rng.randint(1, STEPS - 10)
     trial.details = f"the loopback of two workers down after step {after}"
     with batch_job(trial.scratch, *ISOLATED) as job:
         wait_for_step(job, after)
-        workers = [each for each in psutil.Process(job.pid).children(recursive=True) if not each.children()]
+        workers = [
+            each for each in psutil.Process(job.pid).children(recursive=True) if not each.children()
+        ]
         link = ["nsenter", f"--net=/proc/{job.pid}/ns/net", "ip", "link", "set", "lo"]
         subprocess.run([*link, "down"], check=True)
         trial.response = time_to_end(workers)
@@ -77,7 +93,9 @@ def cut_network(trial: Trial) -> str:
 
 
 def check_restarted(trial: Trial, launcher: Run, count: int, message: str) -> str:
-    """Check that a run's workers were restarted once, and ended with the weights of an undisturbed run."""
+    """Check that a run's workers were restarted once, and ended with the weights of an undisturbed
+    run.
+    """
     check(trial.response <= MAX_RESPONSE, "not ended in time")
     check(launcher.exit_code == 0, launcher.ending)
     check(message in launcher.output, "the lost worker was not named")
@@ -89,7 +107,9 @@ def check_restarted(trial: Trial, launcher: Run, count: int, message: str) -> st
 
 
 def preempt_job(trial: Trial) -> str:
-    """SIGUSR1 to docs/cluster/train.sbatch after a random step, with stand-ins for srun and scontrol."""
+    """SIGUSR1 to docs/cluster/train.sbatch after a random step, with stand-ins for srun and
+    scontrol.
+    """
     after = trial.rng.randint(1, STEPS - 10)
     trial.details = f"SIGUSR1 to the batch script after step {after}"
     requeued = trial.scratch / "scontrol"
@@ -100,7 +120,10 @@ def preempt_job(trial: Trial) -> str:
         first.wait(TIMEOUT)
         trial.response = first.end - start
     check(first.exit_code == 128 + signal.SIGUSR1, first.ending)
-    check(requeued.exists() and requeued.read_text().startswith("requeue "), "the job was not queued again")
+    check(
+        requeued.exists() and requeued.read_text().startswith("requeue "),
+        "the job was not queued again",
+    )
     with batch_job(trial.scratch) as second:
         second.wait(TIMEOUT)
     check(second.exit_code == 0, second.ending)
@@ -110,7 +133,9 @@ def preempt_job(trial: Trial) -> str:
 
 
 def batch_job(submit: Path, *before: str) -> Run:
-    """Start the batch script as Slurm does on one node with two tasks; words of another command may stand before it."""
+    """Start the batch script as Slurm does on one node with two tasks; words of another command may
+    stand before it.
+    """
     if not (submit / ".venv").exists():
         (submit / ".venv").symlink_to(sys.prefix)
     programs = submit / "bin"
@@ -118,7 +143,11 @@ def batch_job(submit: Path, *before: str) -> Run:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    variables = {"SLURM_SUBMIT_DIR": str(submit), "SLURM_JOB_NAME": "job", "SLURM_JOB_ID": str(os.getpid() % 20_000)}
+    variables = {
+        "SLURM_SUBMIT_DIR": str(submit),
+        "SLURM_JOB_NAME": "job",
+        "SLURM_JOB_ID": str(os.getpid() % 20_000),
+    }
     variables |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     variables |= {"SLURM_STEP_NODELIST": "localhost", "SLURMD_NODENAME": "localhost"}
     variables["PATH"] = f"{programs}:{os.environ['PATH']}"
@@ -129,7 +158,12 @@ def batch_job(submit: Path, *before: str) -> Run:
 
 def launched(count: int, scratch: Path) -> Run:
     """Start the launcher with this many workers, which train in `scratch/run`."""
-    return Run(scratch, command("launch", (f"--num_workers={count}", "--", *FLAGS, f"--train_dir={scratch / 'run'}")))
+    return Run(
+        scratch,
+        command(
+            "launch", (f"--num_workers={count}", "--", *FLAGS, f"--train_dir={scratch / 'run'}")
+        ),
+    )
 
 
 @functools.cache
@@ -156,10 +190,18 @@ def time_to_end(processes: Sequence[psutil.Process]) -> float:
 
 EXPERIMENTS = [
     *(
-        Experiment(f"a worker: {number.name}", (OURS,), 1, 12, functools.partial(signal_worker, number, (0, 1, 2)))
+        Experiment(
+            f"a worker: {number.name}",
+            (OURS,),
+            1,
+            12,
+            functools.partial(signal_worker, number, (0, 1, 2)),
+        )
         for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
     ),
-    Experiment("worker 0: SIGKILL", (OURS,), 1, 6, functools.partial(signal_worker, signal.SIGKILL, (0,))),
+    Experiment(
+        "worker 0: SIGKILL", (OURS,), 1, 6, functools.partial(signal_worker, signal.SIGKILL, (0,))
+    ),
     Experiment("a Slurm job: SIGUSR1", (OURS,), 1, 5, preempt_job),
 ]
 if os.geteuid() == 0 and shutil.which("ip"):

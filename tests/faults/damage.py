@@ -19,20 +19,39 @@ from tests.faults import harness, saving, subjects
 from tests.faults.harness import Experiment, Failed, Trial, check
 
 BYTE_FAULTS = ("flip a bit", "truncate", "zero a block", "zero", "garble")
-TREE_FAULTS = (*["damage a file"] * 7, "delete a file", "swap files", "swap checkpoints", "delete a checkpoint")
+TREE_FAULTS = (
+    *["damage a file"] * 7,
+    "delete a file",
+    "swap files",
+    "swap checkpoints",
+    "delete a checkpoint",
+)
 END_BYTES = 200
 Tree = dict[str, bytearray]  # path -> content
 PREPARED = Path(os.environ.get("TFDS_DATA_DIR", "")).expanduser().resolve()
 FILES = {split: f"cifar10-{split}.tfrecord-00000-of-00001" for split in ("train", "test")}
 DATA_FAULTS = (
-    *("change a pixel", "change a label", "swap records", "repeat a record", "drop the last", "swap splits"),
+    *(
+        "change a pixel",
+        "change a label",
+        "swap records",
+        "repeat a record",
+        "drop the last",
+        "swap splits",
+    ),
     *("delete the split", *BYTE_FAULTS, *["damage metadata"] * 3),
 )
 
 
 def damage_checkpoint(trial: Trial) -> str:
-    """Guaranteed: weights of the newest intact step, or of a newer one; a refusal if no checkpoint is intact."""
-    saved = {path: content for path, content in saving.record(trial.subject)[0].now().items() if content is not None}
+    """Guaranteed: weights of the newest intact step, or of a newer one; a refusal if no checkpoint
+    is intact.
+    """
+    saved = {
+        path: content
+        for path, content in saving.record(trial.subject)[0].now().items()
+        if content is not None
+    }
     damaged = saved
     while damaged == saved:  # as when a block of zeros is zeroed
         damaged = {name: bytearray(content) for name, content in saved.items()}
@@ -44,7 +63,9 @@ def damage_checkpoint(trial: Trial) -> str:
     checkpoints = list(_by_checkpoint(saved).values())
     steps = saving.STEPS[-len(checkpoints) :]
     intact = [all(damaged.get(name) == saved[name] for name in names) for names in checkpoints]
-    newest_intact = max(step for step, is_intact in zip((0, *steps), (True, *intact), strict=True) if is_intact)
+    newest_intact = max(
+        step for step, is_intact in zip((0, *steps), (True, *intact), strict=True) if is_intact
+    )
     step, state = harness.in_worker(subjects.recover, trial.subject, trial.scratch)
     if state.startswith("refused"):
         check(not newest_intact, state)
@@ -61,7 +82,9 @@ def _by_checkpoint(tree: Tree) -> dict[str, list[str]]:
     for name in sorted(tree, key=lambda name: (not name.endswith(".bkp"), name)):
         numbered = re.search(r"(step|ckpt)-\d+", name)
         if name != "checkpoint":  # the manager's index
-            key = numbered[0] if numbered else "the backup" if name.endswith(".bkp") else "the newest"
+            key = (
+                numbered[0] if numbered else "the backup" if name.endswith(".bkp") else "the newest"
+            )
             checkpoints.setdefault(key, []).append(name)
     return checkpoints
 
@@ -94,7 +117,9 @@ def damage_bytes(rng: random.Random, content: bytearray, fault: str) -> str:
     """Damages the content of a file in place; returns a description."""
     position = rng.randrange(len(content))
     match fault:
-        case "flip a bit":  # half of them near the beginning or end, where most formats say how to read the rest
+        case (
+            "flip a bit"
+        ):  # half of them near the beginning or end, where most formats say how to read the rest
             near, bit = position % END_BYTES, rng.randrange(8)
             position = rng.choice((position, position, near, len(content) - 1 - near))
             content[position] ^= 1 << bit
@@ -116,13 +141,17 @@ def damage_bytes(rng: random.Random, content: bytearray, fault: str) -> str:
 
 
 def damage_data(trial: Trial) -> str:
-    """Guaranteed: a difference in images, labels or their order is detected, and the message names the split."""
+    """Guaranteed: a difference in images, labels or their order is detected, and the message names
+    the split.
+    """
     split = "train" if trial.rng.random() < 0.04 else "test"
     copy = trial.scratch / "data" / cifar10.BUILDER
     copy.mkdir(parents=True)
     files = {}
     while all(content == _content(name) for name, content in files.items()):
-        trial.details, files = _change_files(trial.rng, split, DATA_FAULTS[trial.index % len(DATA_FAULTS)])
+        trial.details, files = _change_files(
+            trial.rng, split, DATA_FAULTS[trial.index % len(DATA_FAULTS)]
+        )
     for path in (PREPARED / cifar10.BUILDER).iterdir():
         content = files.get(path.name, path)
         if content is path:
@@ -132,12 +161,17 @@ def damage_data(trial: Trial) -> str:
     message = harness.in_worker(_read, trial.scratch, split)
     if not message:
         return "harmless"
-    check(f"{split} split" in message or FILES[split] in message, f"detected, split not named: {message}")
+    check(
+        f"{split} split" in message or FILES[split] in message,
+        f"detected, split not named: {message}",
+    )
     return "detected"
 
 
 def _read(scratch: Path, split: str) -> str:
-    """Return the message of a program that reads a split; empty if it reads the right images and labels."""
+    """Return the message of a program that reads a split; empty if it reads the right images and
+    labels.
+    """
     os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
     try:
         digest = cifar10.load(str(scratch / "data"), [split])[split].digest
@@ -153,14 +187,21 @@ def _content(name: str) -> bytes:
     return (PREPARED / cifar10.BUILDER / name).read_bytes()
 
 
-def _change_files(rng: random.Random, split: str, fault: str) -> tuple[str, dict[str, bytes | None]]:
-    """Return the description of a fault, and the content of the files that it changes, None if it deletes them."""
+def _change_files(
+    rng: random.Random, split: str, fault: str
+) -> tuple[str, dict[str, bytes | None]]:
+    """Return the description of a fault, and the content of the files that it changes, None if it
+    deletes them.
+    """
     name = FILES[split]
     if fault == "delete the split":
         return f"{split}: deleted", {name: None}
     if fault == "swap splits":
         train, test = FILES.values()
-        return f"the files of the splits swapped, {split} read", {train: _content(test), test: _content(train)}
+        return f"the files of the splits swapped, {split} read", {
+            train: _content(test),
+            test: _content(train),
+        }
     if fault == "damage metadata":
         name, fault = rng.choice(("dataset_info.json", "features.json")), rng.choice(BYTE_FAULTS)
     if fault in BYTE_FAULTS:

@@ -1,6 +1,7 @@
 """A simulated disk that may lose everything that was not synced when the power is lost.
 
-It is harsher than the usual file systems: what was not synced reaches it in any order, in part, or not at all.
+It is harsher than the usual file systems: what was not synced reaches it in any order, in part, or
+not at all.
 """
 
 import os
@@ -10,28 +11,39 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-REACH_PROBABILITIES = (0.0, 0.1, 0.5, 0.9, 1.0)  # that an operation that was not synced has reached the disk
+REACH_PROBABILITIES = (
+    0.0,
+    0.1,
+    0.5,
+    0.9,
+    1.0,
+)  # that an operation that was not synced has reached the disk
 State = dict[str, bytes | None]  # path -> content of a file, None for a directory
 
 
 class _Operation(NamedTuple):
-    """What a call does, atomically, to the file or directory of a number: `move`, `write`, `truncate` or `sync`.
+    """What a call does, atomically, to the file or directory of a number: `move`, `write`,
+    `truncate` or `sync`.
 
     It is moved to a path, or made there; if the path is empty, it is removed.
     """
 
     kind: str
     number: int
-    needs: set[int]  # numbers of files and directories of which one must be synced afterwards for it to last
+    needs: set[
+        int
+    ]  # numbers of files and directories of which one must be synced afterwards for it to last
     path: str = ""
     offset: int = 0  # of a write, or the size of a truncated file
     data: bytes | None = b""  # None makes a directory
 
 
 class Disk:
-    """Records the operations on a directory tree, and returns what may be left if it stops at any of them.
+    """Records the operations on a directory tree, and returns what may be left if it stops at any
+    of them.
 
-    Paths are relative to the root, `.`, which exists from the start. A file has one name. A directory keeps its name.
+    Paths are relative to the root, `.`, which exists from the start. A file has one name. A
+    directory keeps its name.
     """
 
     def __init__(self):
@@ -44,17 +56,21 @@ class Disk:
     def do(self, call: str, path: str, *arguments) -> None:
         """Carry out a call.
 
-        `create` and `mkdir` make a file or directory, `rename` moves a file to a new path, `remove` removes something,
-        `write` writes data at an offset, `truncate` sets a file's size. `sync` makes a file's content, or the names in
-        a directory, last; not the file's own name.
+        `create` and `mkdir` make a file or directory, `rename` moves a file to a new path, `remove`
+        removes something, `write` writes data at an offset, `truncate` sets a file's size. `sync`
+        makes a file's content, or the names in a directory, last; not the file's own name.
         """
         parent = self._numbers[os.path.dirname(path) or "."]
         number = self._numbers.pop(path, len(self) + 1)
         if call in ("create", "mkdir"):
-            operation = _Operation("move", number, {parent}, path, data=b"" if call == "create" else None)
+            operation = _Operation(
+                "move", number, {parent}, path, data=b"" if call == "create" else None
+            )
         elif call == "rename":
             path = arguments[0]
-            operation = _Operation("move", number, {parent, self._numbers[os.path.dirname(path) or "."]}, path)
+            operation = _Operation(
+                "move", number, {parent, self._numbers[os.path.dirname(path) or "."]}, path
+            )
         elif call == "remove":
             operation = _Operation("move", number, {parent})
         else:
@@ -70,20 +86,32 @@ class Disk:
     def lose_power(self, moment: int, rng: random.Random, settled: int = 0) -> State:
         """Return the state that is left if the power is lost before operation `moment`.
 
-        What was synced is left, and the first `settled` operations, as if the system had written them meanwhile. Every
-        other operation is applied or not at random; of a write, only the beginning or zeros may be left.
+        What was synced is left, and the first `settled` operations, as if the system had written
+        them meanwhile. Every other operation is applied or not at random; of a write, only the
+        beginning or zeros may be left.
         """
         operations, left = self._operations[:moment], []
-        synced = {operation.number: index for index, operation in enumerate(operations) if operation.kind == "sync"}
-        move_probability, data_probability = rng.choice(REACH_PROBABILITIES), rng.choice(REACH_PROBABILITIES)
+        synced = {
+            operation.number: index
+            for index, operation in enumerate(operations)
+            if operation.kind == "sync"
+        }
+        move_probability, data_probability = (
+            rng.choice(REACH_PROBABILITIES),
+            rng.choice(REACH_PROBABILITIES),
+        )
         for index, operation in enumerate(operations):
             kind, data = operation.kind, operation.data
-            lasts = index < settled or any(synced.get(number, -1) > index for number in operation.needs)
+            lasts = index < settled or any(
+                synced.get(number, -1) > index for number in operation.needs
+            )
             if lasts or rng.random() < (move_probability if kind == "move" else data_probability):
                 left.append(operation)
             elif kind == "write":
                 cut = int(rng.random() * (len(data) + 1))  # one draw, whatever the length
-                left.append(operation._replace(data=rng.choice((b"", data[:cut], bytes(len(data))))))
+                left.append(
+                    operation._replace(data=rng.choice((b"", data[:cut], bytes(len(data)))))
+                )
         return _state(left)
 
 

@@ -1,7 +1,7 @@
 """Runs on a disk that is full or read-only, for a while or for good.
 
-The directory of a whole run is a small disk in memory. The run itself begins and ends the fault, at two of its
-`POINTS`, so that a trial can be repeated. Needs root, to mount the disk.
+The directory of a whole run is a small disk in memory. The run itself begins and ends the fault, at
+two of its `POINTS`, so that a trial can be repeated. Needs root, to mount the disk.
 """
 
 import contextlib
@@ -23,10 +23,26 @@ from tests.faults.subjects import OURS
 
 LAST, KEPT = runs.STEPS, 3
 STEPS = range(3, LAST + 1, 3)  # those that are saved
-POINTS = ("start", "training", *(f"{event} {step}" for step in STEPS for event in ("saving", "after")), "again")
+POINTS = (
+    "start",
+    "training",
+    *(f"{event} {step}" for step in STEPS for event in ("saving", "after")),
+    "again",
+)
 FAULTS = (  # how the point begins where the fault does, and what it is
-    *(("start", "full"), ("start", "read-only"), ("training", "full"), ("after", "full"), ("after", "few files")),
-    *(("saving", "full"), ("saving", "few files"), (f"saving {LAST}", "full"), (f"saving {LAST}", "few files")),
+    *(
+        ("start", "full"),
+        ("start", "read-only"),
+        ("training", "full"),
+        ("after", "full"),
+        ("after", "few files"),
+    ),
+    *(
+        ("saving", "full"),
+        ("saving", "few files"),
+        (f"saving {LAST}", "full"),
+        (f"saving {LAST}", "few files"),
+    ),
 )
 MAX_FILES = 500
 LIMITS = f"size=500m,nr_inodes={MAX_FILES}"
@@ -43,8 +59,10 @@ class Fault(NamedTuple):
 
 
 def fill_disk(trial: Trial) -> str:
-    """Guaranteed: the run continues, older checkpoints stay and the weights are as without the fault. If the last step
-    could not be saved, one line says so, and the same command resumes when there is room."""
+    """Guaranteed: the run continues, older checkpoints stay and the weights are as without the
+    fault. If the last step could not be saved, one line says so, and the same command resumes when
+    there is room.
+    """
     rng, (begins, kind) = trial.rng, FAULTS[trial.index % len(FAULTS)]
     first = rng.choice([point for point in POINTS if point.startswith(begins)])
     last = rng.choice(("", rng.choice(POINTS[POINTS.index(first) + 1 :])))
@@ -60,7 +78,9 @@ def fill_disk(trial: Trial) -> str:
         again, _ = _train(trial, Fault("none", 0.0, "", ""))
         check(again.exit_code == 0, f"restarted: {again.ending}")
         again.check_resumed(saved)
-        return "last not saved, then done" if hooks.STARTED in run.output else "not started, then done"
+        return (
+            "last not saved, then done" if hooks.STARTED in run.output else "not started, then done"
+        )
 
 
 @contextlib.contextmanager
@@ -100,7 +120,9 @@ def _mount(*arguments: str) -> None:
 
 def _train(trial: Trial, fault: Fault) -> tuple[Run, list[str]]:
     """Return a run that ended, and its events, after a check of all guarantees."""
-    with runs.train(OURS, trial.scratch, prepare=functools.partial(_watch, trial.scratch / "run", fault)) as run:
+    with runs.train(
+        OURS, trial.scratch, prepare=functools.partial(_watch, trial.scratch / "run", fault)
+    ) as run:
         run.wait()
     events = re.findall(r"^event: (.+)$", run.output, re.MULTILINE)
     begin = events.index("fault") if "fault" in events else len(events)
@@ -110,10 +132,13 @@ def _train(trial: Trial, fault: Fault) -> tuple[Run, list[str]]:
     _, weights = runs.reference(OURS)
     failures = {
         "traceback": "Traceback" in run.output,
-        f"exit code {run.exit_code}": run.exit_code not in ((0,) if done else (1,) if started else (1, 2)),
+        f"exit code {run.exit_code}": run.exit_code
+        not in ((0,) if done else (1,) if started else (1, 2)),
         "not one line of error": len(errors) != (0 if done else 1),
         "ended before the last step": started and not done and f"failed {LAST}" not in events,
-        "a save failed with room": any(event.startswith("failed") for event in events[:begin] + events[end:]),
+        "a save failed with room": any(
+            event.startswith("failed") for event in events[:begin] + events[end:]
+        ),
         "a checkpoint was lost": "lost" in events or _has_lost_checkpoint(events, run.directory),
         "other weights": started and weights[:16] not in run.output,
         "other result": run.weights not in ("", weights),
@@ -125,7 +150,9 @@ def _train(trial: Trial, fault: Fault) -> tuple[Run, list[str]]:
 
 
 def _watch(directory: Path, fault: Fault) -> None:
-    """Let the run in this process begin and end the fault, and print these and its saves as events."""
+    """Let the run in this process begin and end the fault, and print these and its saves as
+    events.
+    """
     active, events = contextlib.ExitStack(), []
 
     def report(event: str) -> None:

@@ -1,6 +1,8 @@
-"""The parts of all experiments: trials recorded in a file, child processes that can be killed, a summary.
+"""The parts of all experiments: trials recorded in a file, child processes that can be killed, a
+summary.
 
-The parent imports TensorFlow and never initializes it, so that a forked child starts in milliseconds.
+The parent imports TensorFlow and never initializes it, so that a forked child starts in
+milliseconds.
 """
 
 import contextlib
@@ -36,7 +38,9 @@ class Trial:
     rng: random.Random  # of everything random
     scratch: Path  # an empty directory
     details: str = ""  # the fault, so that it can be repeated by hand
-    response: float | None = None  # seconds from a fault to the end of the processes that it should end
+    response: float | None = (
+        None  # seconds from a fault to the end of the processes that it should end
+    )
 
 
 class Failed(Exception):
@@ -50,7 +54,8 @@ def check(guarantee: object, outcome: str) -> None:
 
 
 class Experiment(NamedTuple):
-    """A kind of fault; `quick` and `long` are numbers of trials, or return for a subject what has one trial each.
+    """A kind of fault; `quick` and `long` are numbers of trials, or return for a subject what has
+    one trial each.
 
     `trial` fills in the details and returns the outcome, a category to count, or raises `Failed`.
     """
@@ -98,33 +103,46 @@ def run(experiment: Experiment, log: TrialLog, *, long: bool) -> None:
             names = {"fault": experiment.name, "subject": subject, "index": index}
             log.add(**names, details=trial.details, outcome=outcome, ok=ok, response=trial.response)
             if sys.stdout.isatty():
-                print(f"\r\033[K{experiment.name} {subject} {index + 1}/{count}", end="\r", flush=True)
+                print(
+                    f"\r\033[K{experiment.name} {subject} {index + 1}/{count}", end="\r", flush=True
+                )
 
 
 @contextlib.contextmanager
 def scratch_directory() -> Iterator[Path]:
     """Make a temporary directory, in memory where possible."""
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="faults-", dir=parent, ignore_cleanup_errors=True) as path:
+    with tempfile.TemporaryDirectory(
+        prefix="faults-", dir=parent, ignore_cleanup_errors=True
+    ) as path:
         yield Path(path)
 
 
 def summary(log: TrialLog) -> str:
-    """Return a line for each fault and subject: failures, outcomes without what follows their colon, responses."""
+    """Return a line for each fault and subject: failures, outcomes without what follows their
+    colon, responses.
+    """
     lines = []
     for fault, subject in dict.fromkeys((row["fault"], row["subject"]) for row in log.rows):
         rows = log.of(fault, subject)
         counts = Counter(row["outcome"].split(":")[0] for row in rows).most_common()
         outcomes = ", ".join(f"{outcome} {count:,}" for outcome, count in counts)
         times = [row["response"] for row in rows if row["response"] is not None]
-        responses = f"; response {statistics.median(times):.3f} s, at most {max(times):.3f} s" if times else ""
+        responses = (
+            f"; response {statistics.median(times):.3f} s, at most {max(times):.3f} s"
+            if times
+            else ""
+        )
         failures = sum(not row["ok"] for row in rows)
-        lines.append(f"{fault}, {subject}: {failures:,} of {len(rows):,} failed ({outcomes}){responses}")
+        lines.append(
+            f"{fault}, {subject}: {failures:,} of {len(rows):,} failed ({outcomes}){responses}"
+        )
     return "\n".join(lines)
 
 
 class Child:
-    """`with Child(function, output) as child:` leads a process group of its own, killed at the end of the block.
+    """`with Child(function, output) as child:` leads a process group of its own, killed at the end
+    of the block.
 
     What it prints is appended to the file `output`.
     """
@@ -138,7 +156,9 @@ class Child:
 
     def _call(self) -> None:
         os.setpgid(0, 0)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a trace of the trial itself is of no interest
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # a trace of the trial itself is of no interest
         _redirect_output(self._output)
         self._function()
 
@@ -158,7 +178,9 @@ class Child:
         return self._process.exitcode
 
     def wait(self, seconds: float = TIMEOUT) -> bool:
-        """Whether it ends within these seconds. Polls, as `join` blocks on a child that called `exec`."""
+        """Whether it ends within these seconds. Polls, as `join` blocks on a child that called
+        `exec`.
+        """
         deadline = time.monotonic() + seconds
         while self.exit_code is None and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -172,13 +194,17 @@ class Child:
 
     @property
     def ending(self) -> str:
-        """How it ended: its exit code, and the last line it printed without what differs from trial to trial."""
+        """How it ended: its exit code, and the last line it printed without what differs from trial
+        to trial.
+        """
         line = self.output.strip().rpartition("\n")[2].replace(str(self._output.parent), "")
         return f"exit code {self.exit_code}: {re.sub('[0-9]+', 'N', line)[:100]}"
 
 
 def in_worker(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of `function` in a child with TensorFlow that all calls share; fail if it dies or hangs."""
+    """Return the result of `function` in a child with TensorFlow that all calls share; fail if it
+    dies or hangs.
+    """
     try:
         return _worker().submit(function, *arguments).result(TIMEOUT)
     except (BrokenProcessPool, TimeoutError) as error:

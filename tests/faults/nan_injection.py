@@ -18,7 +18,9 @@ FLAGS = ("--brightness=1e-30", "--checkpoint_every_steps=1", "--keep_checkpoints
 
 
 def inject(trial: Trial) -> str:
-    """Inject a non-finite value in one to four consecutive steps; the third in a row ends the run."""
+    """Inject a non-finite value in one to four consecutive steps; the third in a row ends the
+    run.
+    """
     place, tower = list(INJECTORS)[trial.index % len(INJECTORS)], trial.rng.randrange(2)
     first, count = trial.rng.randrange(2, runs.STEPS - 5), trial.rng.choice((1, 1, 2, 3, 4))
     value = trial.rng.choice((np.nan, np.inf, -np.inf))
@@ -69,7 +71,9 @@ def _inject_into_gradient(tower: int, steps: Sequence[int], value: float) -> Non
     calls, added = itertools.count(), []
 
     def wrapper(average):
-        def wrapped(gradients):  # each tower averages its micro-batches first, in order; then all towers meet
+        def wrapped(
+            gradients,
+        ):  # each tower averages its micro-batches first, in order; then all towers meet
             averaged = average(gradients)
             if next(calls) == tower:
                 (gradient, variable), *rest = averaged
@@ -87,5 +91,9 @@ def _inject_into_gradient(tower: int, steps: Sequence[int], value: float) -> Non
 
 
 # Each changes the program in this process: the value comes up in each of the steps
-INJECTORS = {"input": _inject_into_input, "weights": _inject_into_weights, "gradient": _inject_into_gradient}
+INJECTORS = {
+    "input": _inject_into_input,
+    "weights": _inject_into_weights,
+    "gradient": _inject_into_gradient,
+}
 EXPERIMENTS = [Experiment("NaN, infinity", (OURS,), 6, 60, inject)]

@@ -1,7 +1,8 @@
-"""Whole training runs as child processes; kills at random moments; runs of one seed compared; resources of a long run.
+"""Whole training runs as child processes; kills at random moments; runs of one seed compared;
+resources of a long run.
 
-A run is the program itself in a forked child. One in ten is the script: the command from `exec` on, with the import of
-TensorFlow and the full synthetic set.
+A run is the program itself in a forked child. One in ten is the script: the command from `exec` on,
+with the import of TensorFlow and the full synthetic set.
 """
 
 import contextlib
@@ -28,23 +29,49 @@ from tests.programs import COMMAND
 
 STEPS = 30
 FLAGS = (
-    *("--dataset=synthetic", "--model=speednet93", "--crop=18", "--shift=0", "--batch_size=20", "--precision=float32"),
-    *("--num_gpus=2", "--whitening_images=200", "--nesterov", "--weight_decay=0.001", "--ema_decay=0.5"),
+    *(
+        "--dataset=synthetic",
+        "--model=speednet93",
+        "--crop=18",
+        "--shift=0",
+        "--batch_size=20",
+        "--precision=float32",
+    ),
+    *(
+        "--num_gpus=2",
+        "--whitening_images=200",
+        "--nesterov",
+        "--weight_decay=0.001",
+        "--ema_decay=0.5",
+    ),
     *("--checkpoint_every_steps=3", "--summary_every_steps=1"),
 )
 CHILD_FLAGS = ("--epochs=2", "--eval_every_epochs=0.5")  # evaluates after steps 8, 16, 24
 SCRIPT_FLAGS = ("--epochs=0.06", "--eval_every_epochs=0.04")  # after step 20
-LONG_FLAGS = ("--epochs=400", "--eval_every_epochs=20", "--summary_every_steps=20", "--checkpoint_every_steps=0")
-SAMPLED_STEPS = (400, 1000, 5000)  # after the first evaluation, which opens files that stay open; and each length
+LONG_FLAGS = (
+    "--epochs=400",
+    "--eval_every_epochs=20",
+    "--summary_every_steps=20",
+    "--checkpoint_every_steps=0",
+)
+SAMPLED_STEPS = (
+    400,
+    1000,
+    5000,
+)  # after the first evaluation, which opens files that stay open; and each length
 MAX_GROWTH_MB = 20.0  # between the samples; the allocator alone takes about 10 once
 MAX_SAVING = 0.02  # of the time
 PEER_STARTS = 3  # until an undisturbed run of a peer must have finished; ours has one
 
 
 class Run(Child):
-    """`with Run(scratch, function) as run:` a child that trains in `directory`, by default `scratch/run`."""
+    """`with Run(scratch, function) as run:` a child that trains in `directory`, by default
+    `scratch/run`.
+    """
 
-    def __init__(self, scratch: Path, function: Callable[[], object], directory: Path | None = None):
+    def __init__(
+        self, scratch: Path, function: Callable[[], object], directory: Path | None = None
+    ):
         self.directory = directory or scratch / "run"
         super().__init__(function, scratch / f"output-{len(list(scratch.glob('output-*')))}")
 
@@ -57,13 +84,21 @@ class Run(Child):
 
     @property
     def steps(self) -> list[int]:
-        """The steps of our training records, in their order: all finished ones unless the run was killed."""
+        """The steps of our training records, in their order: all finished ones unless the run was
+        killed.
+        """
         path = self.directory / files.METRICS
-        return [record["step"] for record in read_records(path) if record["kind"] == "train"] if path.exists() else []
+        return (
+            [record["step"] for record in read_records(path) if record["kind"] == "train"]
+            if path.exists()
+            else []
+        )
 
     @property
     def saved(self) -> int:
-        """The newest step that it logged as saved, or whose checkpoint, damaged or not, stands under its final name."""
+        """The newest step that it logged as saved, or whose checkpoint, damaged or not, stands
+        under its final name.
+        """
         on_disk = map(checkpoint.step_of, checkpoint.list_checkpoints(self.directory))
         return max([0, *on_disk, *map(int, hooks.SAVED.findall(self.output))])
 
@@ -75,7 +110,10 @@ class Run(Child):
     def check_resumed(self, saved: int) -> None:
         """End the trial as failed if this run resumed from an older step than the saved one."""
         resumed = hooks.RESUMED.search(self.output)
-        check(int(resumed[1] if resumed else 0) >= saved, "resumed from an older step" if resumed else "restarted at 0")
+        check(
+            int(resumed[1] if resumed else 0) >= saved,
+            "resumed from an older step" if resumed else "restarted at 0",
+        )
 
 
 def train(
@@ -85,8 +123,15 @@ def train(
     flags: Sequence[str] = (),
     prepare: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Start or resume a run of a subject; `prepare` is called in the child first, unless it is the script."""
-    flags = [*FLAGS, *(SCRIPT_FLAGS if script else CHILD_FLAGS), f"--train_dir={scratch / 'run'}", *flags]
+    """Start or resume a run of a subject; `prepare` is called in the child first, unless it is the
+    script.
+    """
+    flags = [
+        *FLAGS,
+        *(SCRIPT_FLAGS if script else CHILD_FLAGS),
+        f"--train_dir={scratch / 'run'}",
+        *flags,
+    ]
     if subject != OURS:
         return Run(scratch, functools.partial(subjects.train_peer, subject, scratch / "run"))
     if script:
@@ -106,12 +151,16 @@ def reference(subject: str, script: bool = False, flags: Sequence[str] = ()) -> 
     with harness.scratch_directory() as scratch, train(subject, scratch, script, flags) as run:
         run.wait()
         if run.exit_code != 0 or not run.weights:
-            raise RuntimeError(f"an undisturbed run of {subject} ended with {run.exit_code}: {run.output[-3000:]}")
+            raise RuntimeError(
+                f"an undisturbed run of {subject} ended with {run.exit_code}: {run.output[-3000:]}"
+            )
         return run.end - run.start, run.weights
 
 
 def finish(trial: Trial, script: bool, saved: int, outcome: str = "same weights") -> str:
-    """Restarts a run, which must resume from step `saved` or later and end with the weights of the reference."""
+    """Restarts a run, which must resume from step `saved` or later and end with the weights of the
+    reference.
+    """
     for _ in range(1 if trial.subject == OURS else PEER_STARTS):
         with train(trial.subject, trial.scratch, script) as run:
             run.wait()
@@ -127,7 +176,9 @@ def finish(trial: Trial, script: bool, saved: int, outcome: str = "same weights"
 
 @contextlib.contextmanager
 def interrupted_run(trial: Trial) -> Iterator[tuple[Run, bool]]:
-    """Yield a run that still runs at a random moment of its usual duration, and whether it is the script."""
+    """Yield a run that still runs at a random moment of its usual duration, and whether it is the
+    script.
+    """
     script = trial.subject == OURS and trial.index % 10 == 0
     seconds, _ = reference(trial.subject, script)
     while True:
@@ -140,11 +191,16 @@ def interrupted_run(trial: Trial) -> Iterator[tuple[Run, bool]]:
 
 
 def kill(trial: Trial) -> str:
-    """`kill -9` at a random moment, every second time once more in the restarted run, then a run to the end."""
+    """`kill -9` at a random moment, every second time once more in the restarted run, then a run to
+    the end.
+    """
     with interrupted_run(trial) as (run, script):
         pass
     saved = run.saved
-    trial.details = f"{'script' if script else 'run'} killed after {run.end - run.start:.3f} s, {saved} steps saved"
+    trial.details = (
+        f"{'script' if script else 'run'} killed after {run.end - run.start:.3f} s, "
+        f"{saved} steps saved"
+    )
     check(run.exit_code in (0, -signal.SIGKILL), f"ended by itself with exit code {run.exit_code}")
     if trial.rng.randrange(2):
         moment = trial.rng.uniform(0, reference(trial.subject, script)[0])
@@ -158,7 +214,9 @@ def kill(trial: Trial) -> str:
 
 
 def repeat(trial: Trial) -> str:
-    """Make a run of the same seed in another directory, with other reporting, interruptions or process."""
+    """Make a run of the same seed in another directory, with other reporting, interruptions or
+    process.
+    """
     variant = trial.index % 5
     script, same = variant == 0, ("--deterministic",) if variant == 1 else ()
     starts = [same] if variant < 2 else _other_reporting(trial.rng)
@@ -172,7 +230,9 @@ def repeat(trial: Trial) -> str:
 
 
 def _other_reporting(rng: random.Random) -> list[tuple[str, ...]]:
-    """Return the flags of each start of a run that reports otherwise, and is stopped up to twice."""
+    """Return the flags of each start of a run that reports otherwise, and is stopped up to
+    twice.
+    """
     flags = (
         f"--summary_every_steps={rng.choice((0, 1, 7))}",
         f"--eval_every_epochs={rng.choice((0, 0.2, 0.5, 1))}",
@@ -184,7 +244,9 @@ def _other_reporting(rng: random.Random) -> list[tuple[str, ...]]:
 
 
 def check_leaks(trial: Trial) -> str:
-    """Train for thousands of steps with summaries, evaluations and checkpoints at intervals of time."""
+    """Train for thousands of steps with summaries, evaluations and checkpoints at intervals of
+    time.
+    """
     flags = (*LONG_FLAGS, f"--max_steps={SAMPLED_STEPS[trial.index + 1] + 1}")
     prepare = functools.partial(hooks.before, "update", _sample)
     with train(OURS, trial.scratch, flags=flags, prepare=prepare) as run:
@@ -204,9 +266,16 @@ def check_leaks(trial: Trial) -> str:
 def _sample(run, step: int, *_) -> None:
     """Print the resources of this process before the step that follows one of SAMPLED_STEPS."""
     if step in SAMPLED_STEPS:
-        process, traced = psutil.Process(), run.step_runner.train_step.experimental_get_tracing_count()
+        process, traced = (
+            psutil.Process(),
+            run.step_runner.train_step.experimental_get_tracing_count(),
+        )
         sample = {"traced": traced, "threads": process.num_threads(), "files": process.num_fds()}
-        print("sample:", json.dumps(sample | {"resident_mb": process.memory_info().rss / 1e6}), flush=True)
+        print(
+            "sample:",
+            json.dumps(sample | {"resident_mb": process.memory_info().rss / 1e6}),
+            flush=True,
+        )
 
 
 EXPERIMENTS = [

@@ -1,4 +1,6 @@
-"""A save that is killed at each of its file system calls, and a power loss at any moment of a run that saves."""
+"""A save that is killed at each of its file system calls, and a power loss at any moment of a run
+that saves.
+"""
 
 import contextlib
 import functools
@@ -23,7 +25,9 @@ def kill(trial: Trial) -> str:
     call = _calls_of_save(trial.subject)[trial.index]
     trial.details = f"killed at {call.name} {call.path}"
     inject = f"inject={call.name}:signal=KILL:when={call.number}"
-    for attempt in range(ATTEMPTS):  # a call elsewhere in between, as to wake up a thread, may shift the count by one
+    for attempt in range(
+        ATTEMPTS
+    ):  # a call elsewhere in between, as to wake up a thread, may shift the count by one
         root = trial.scratch / str(attempt) / "run"
         _, calls = _save(trial.subject, root, "-e", inject)
         if calls[-1][:2] == call[:2]:  # its temporary file has another name
@@ -32,13 +36,18 @@ def kill(trial: Trial) -> str:
 
 
 def lose_power(settles: bool, trial: Trial) -> str:
-    """Cut the power at some moment while steps 1 to 5 are saved; what was not synced may have reached the disk.
+    """Cut the power at some moment while steps 1 to 5 are saved; what was not synced may have
+    reached the disk.
 
     With `settles`, the system has meanwhile written everything up to the newest save but one.
     """
     disk, calls = record(trial.subject)
     moment = trial.rng.randint(0, len(disk))
-    returns = [call.num_operations for call in calls if call.path == MARKER and call.num_operations <= moment]
+    returns = [
+        call.num_operations
+        for call in calls
+        if call.path == MARKER and call.num_operations <= moment
+    ]
     settled = returns[-2] if settles and len(returns) > 1 else 0
     write_state(disk.lose_power(moment, trial.rng, settled), trial.scratch)
     trial.details = f"power lost before operation {moment} of {len(disk)}"
@@ -46,7 +55,9 @@ def lose_power(settles: bool, trial: Trial) -> str:
 
 
 def _recover(subject: str, root: Path, returned: int) -> str:
-    """Guaranteed: a restart finds, intact, the newest step whose save has returned, or the step after it."""
+    """Guaranteed: a restart finds, intact, the newest step whose save has returned, or the step
+    after it.
+    """
     step, state = harness.in_worker(subjects.recover, subject, root)
     check(state == "intact", state)
     if step == 0:
@@ -97,7 +108,13 @@ def _save(subject: str, root: Path, *options: str) -> tuple[Disk, list[tracing.C
 EXPERIMENTS = [
     Experiment("kill in a save", subjects.ALL, _calls_of_save, _calls_of_save, kill),
     Experiment("power loss", subjects.ALL, 200, 5_000, functools.partial(lose_power, False)),
-    Experiment("power loss, older saves on disk", subjects.ALL, 200, 5_000, functools.partial(lose_power, True)),
+    Experiment(
+        "power loss, older saves on disk",
+        subjects.ALL,
+        200,
+        5_000,
+        functools.partial(lose_power, True),
+    ),
 ]
 if not shutil.which("strace"):
     print("no strace: no save is traced or killed")

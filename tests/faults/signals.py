@@ -1,7 +1,8 @@
 """SIGTERM and SIGINT to whole runs: at random moments, in named phases, and twice.
 
-During the steps, the first signal saves the step and ends the run with 128 + its number. At any other time, and a
-second time, a signal kills the process. Then the run resumes from its newest checkpoint.
+During the steps, the first signal saves the step and ends the run with 128 + its number. At any
+other time, and a second time, a signal kills the process. Then the run resumes from its newest
+checkpoint.
 """
 
 import functools
@@ -22,7 +23,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SECOND_SIGNAL_SECONDS = 0.2  # after the first is recorded
 IMMEDIATE_SECONDS = 0.5  # from a signal that kills to the end of the run
 
-# Each phase: a part of the program, the first and last of its calls to be interrupted, at most so many seconds in
+# Each phase: a part of the program, the first and last of its calls to be interrupted, at most so
+# many seconds in
 PHASES = {
     "loading the data": ("loading", 1, 1, 0.1),
     "tracing": ("averaging", 1, 2, 0.1),  # once a tower
@@ -43,7 +45,9 @@ def interrupt(number: signal.Signals, trial: Trial) -> str:
 
 
 def interrupt_script(at_exit: bool, trial: Trial) -> str:
-    """Send a signal while the script imports TensorFlow, or while it ends after the result is written."""
+    """Send a signal while the script imports TensorFlow, or while it ends after the result is
+    written.
+    """
     delay = trial.rng.uniform(0, 0.05) if at_exit else trial.rng.uniform(0.3, 3.0)
     with runs.train(OURS, trial.scratch, script=True) as run:
         while at_exit and not run.weights and not run.wait(0.001):
@@ -53,9 +57,13 @@ def interrupt_script(at_exit: bool, trial: Trial) -> str:
 
 
 def _send(trial: Trial, run: Run, number: signal.Signals, script: bool) -> str:
-    """Send a signal, SIGINT to the whole group as Ctrl-C does, and check how the run ends and resumes."""
+    """Send a signal, SIGINT to the whole group as Ctrl-C does, and check how the run ends and
+    resumes.
+    """
     sent, finished, recorded = time.monotonic(), bool(run.weights), run.records_signals()
-    trial.details = f"{'script' if script else 'run'}, {number.name} {sent - run.start:.3f} s after its start"
+    trial.details = (
+        f"{'script' if script else 'run'}, {number.name} {sent - run.start:.3f} s after its start"
+    )
     if run.exit_code is None:
         (os.killpg if number == signal.SIGINT else os.kill)(run.pid, number)
         run.wait()
@@ -66,7 +74,9 @@ def _send(trial: Trial, run: Run, number: signal.Signals, script: bool) -> str:
 
 
 def _check_end(trial: Trial, run: Run, number: int, recorded: bool, script: bool = False) -> str:
-    """Check how a run ended after one signal, which it was to record or to be killed by, and resume it."""
+    """Check how a run ended after one signal, which it was to record or to be killed by, and resume
+    it.
+    """
     step, saved = max(run.steps, default=0), run.saved
     if hooks.STARTED in run.output:  # before, Python may still answer SIGINT with one
         check("Traceback" not in run.output, "traceback")
@@ -78,7 +88,9 @@ def _check_end(trial: Trial, run: Run, number: int, recorded: bool, script: bool
 
 
 def interrupt_in(phases: Sequence[str], count: int, trial: Trial) -> str:
-    """Send up to `count` signals in one of the phases: the second kills the run at once, and it can be resumed."""
+    """Send up to `count` signals in one of the phases: the second kills the run at once, and it can
+    be resumed.
+    """
     phase, number = phases[trial.index % len(phases)], SIGNALS[trial.index // len(phases) % 2]
     part, first, last, longest = PHASES[phase]
     call, delay = trial.rng.randint(first, last), trial.rng.uniform(0, longest)
@@ -120,10 +132,17 @@ def _send_during(part: str, call: int, delay: float, number: int, count: int) ->
 
 
 EXPERIMENTS = [
-    Experiment("SIGTERM at a random moment", (OURS,), 6, 80, functools.partial(interrupt, signal.SIGTERM)),
-    Experiment("SIGINT at a random moment", (OURS,), 3, 30, functools.partial(interrupt, signal.SIGINT)),
+    Experiment(
+        "SIGTERM at a random moment", (OURS,), 6, 80, functools.partial(interrupt, signal.SIGTERM)
+    ),
+    Experiment(
+        "SIGINT at a random moment", (OURS,), 3, 30, functools.partial(interrupt, signal.SIGINT)
+    ),
     Experiment("signal: the import", (OURS,), 2, 6, functools.partial(interrupt_script, False)),
-    *(Experiment(f"signal: {name}", (OURS,), 2, 6, functools.partial(interrupt_in, [name], 1)) for name in PHASES),
+    *(
+        Experiment(f"signal: {name}", (OURS,), 2, 6, functools.partial(interrupt_in, [name], 1))
+        for name in PHASES
+    ),
     Experiment("signal: the exit", (OURS,), 2, 6, functools.partial(interrupt_script, True)),
     Experiment("second signal", (OURS,), 8, 32, functools.partial(interrupt_in, tuple(PHASES), 2)),
 ]

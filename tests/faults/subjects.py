@@ -1,7 +1,9 @@
-"""The three ways to save that are compared: ours, TensorFlow's and Keras's, each as its documentation uses it.
+"""The three ways to save that are compared: ours, TensorFlow's and Keras's, each as its
+documentation uses it.
 
-Each saves a small state in which every value is the step. TensorFlow's and Keras's also save whole runs, which have as
-many steps, saves and weights as ours, momentum and a moving average, and all that makes a run repeatable.
+Each saves a small state in which every value is the step. TensorFlow's and Keras's also save whole
+runs, which have as many steps, saves and weights as ours, momentum and a moving average, and all
+that makes a run repeatable.
 """
 
 import hashlib
@@ -24,7 +26,9 @@ ALL = (OURS, MANAGER, BACKUP)
 MAX_TO_KEEP = 3
 SHAPES = {"kernel": (60, 40), "bias": (40,), "head": (40, 10)}
 RUN_STEPS, SAVE_EVERY_STEPS, BATCH_SIZE = 30, 3, 20  # as in `runs`
-Saver = tuple[Callable[[int], object], Callable[[], int]]  # save a step; restore, which returns the step of the state
+Saver = tuple[
+    Callable[[int], object], Callable[[], int]
+]  # save a step; restore, which returns the step of the state
 
 
 def manager_saver(directory: Path, model: keras.Model) -> Saver:
@@ -86,7 +90,9 @@ def make_save(subject: str, directory: Path) -> Callable[[int], None]:
 
 
 def recover(subject: str, directory: Path) -> tuple[int, str]:
-    """Return what a restarted run begins with: (step, `intact` | `wrong weights` | `refused: ...` | `crashed: ...`)."""
+    """Return what a restarted run begins with: (step, `intact` | `wrong weights` | `refused: ...` |
+    `crashed: ...`).
+    """
     try:
         if subject == OURS:
             with open_run(_config(directory)) as run:
@@ -101,7 +107,9 @@ def recover(subject: str, directory: Path) -> tuple[int, str]:
         return 0, f"{'refused' if is_foreseen else 'crashed'}: {type(error).__name__}"
     values = {float(value) for array in arrays for value in np.unique(array)}
     if step:
-        intact = values == {float(step)} and {array.shape for array in arrays} == set(SHAPES.values())
+        intact = values == {float(step)} and {array.shape for array in arrays} == set(
+            SHAPES.values()
+        )
     else:
         intact = not arrays or 0 in values  # Keras begins with a bias of 0
     return step, "intact" if intact else "wrong weights"
@@ -112,7 +120,9 @@ def _config(directory: Path) -> TrainConfig:
 
 
 def _small_model() -> keras.Model:
-    model = keras.Sequential([keras.Input((60,)), keras.layers.Dense(40), keras.layers.Dense(10, use_bias=False)])
+    model = keras.Sequential(
+        [keras.Input((60,)), keras.layers.Dense(40), keras.layers.Dense(10, use_bias=False)]
+    )
     model.compile("sgd", "mse")
     return model
 
@@ -140,5 +150,9 @@ def train_peer(subject: str, directory: Path) -> None:
         if step % SAVE_EVERY_STEPS == 0:
             save(step)
             print(f"saved step {step}", flush=True)
-    weights = b"".join(variable.numpy().tobytes() for variable in (*model.variables, *optimizer.variables))
-    files.write_json(directory / files.RESULT, {"weights_sha256": hashlib.sha256(weights).hexdigest()})
+    weights = b"".join(
+        variable.numpy().tobytes() for variable in (*model.variables, *optimizer.variables)
+    )
+    files.write_json(
+        directory / files.RESULT, {"weights_sha256": hashlib.sha256(weights).hexdigest()}
+    )

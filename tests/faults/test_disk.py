@@ -1,4 +1,6 @@
-"""The simulated disk loses what was not synced, and nothing else; a save that forgets to sync is caught."""
+"""The simulated disk loses what was not synced, and nothing else; a save that forgets to sync is
+caught.
+"""
 
 import os
 import random
@@ -20,21 +22,33 @@ def contents(*values):
 
 
 IN_PLACE = (b"", b"2", b"22", b"222", b"2222", b"1111", b"2111", b"2211", b"2221", b"\0\0\0\0")
-CASES = {  # operations; a dictionary is what a running system sees after them, a list the states that may be left
+# operations; a dictionary is what a running system sees after them, a list the states that may be
+# left
+CASES = {
     "name not synced": (
         *(("create", "file"), ("write", "file", 0, b"ab"), {"file": b"ab"}),
         *([{}, *contents(b"", b"a", b"ab", b"\0\0")], ("sync", "file"), [{}, *contents(b"ab")]),
         *(("sync", "."), contents(b"ab")),
     ),
     "written in place": (
-        *(("create", "file"), ("write", "file", 0, b"1111"), ("sync", "file"), ("sync", "."), contents(b"1111")),
+        *(
+            ("create", "file"),
+            ("write", "file", 0, b"1111"),
+            ("sync", "file"),
+            ("sync", "."),
+            contents(b"1111"),
+        ),
         *(("truncate", "file", 0), ("write", "file", 0, b"2222"), contents(*IN_PLACE)),
         *(("sync", "file"), contents(b"2222")),
     ),
     "a rename": (
         *(("create", "new"), ("write", "new", 0, b"new"), ("sync", "new")),
         *(("create", "old"), ("write", "old", 0, b"old"), ("sync", "old"), ("sync", ".")),
-        *(("rename", "new", "old"), {"old": b"new"}, [{"old": b"new"}, {"new": b"new", "old": b"old"}]),
+        *(
+            ("rename", "new", "old"),
+            {"old": b"new"},
+            [{"old": b"new"}, {"new": b"new", "old": b"old"}],
+        ),
         *(("sync", "."), [{"old": b"new"}]),
     ),
     "one name, whichever renames are lost": (
@@ -42,11 +56,22 @@ CASES = {  # operations; a dictionary is what a running system sees after them, 
         *(("rename", "a/one", "two"), ("rename", "two", "three")),
         [{"a": None, "a/one": b""}, {"a": None, "two": b""}, {"a": None, "three": b""}],
         ("remove", "three"),
-        [{"a": None}, {"a": None, "a/one": b""}, {"a": None, "two": b""}, {"a": None, "three": b""}],
+        [
+            {"a": None},
+            {"a": None, "a/one": b""},
+            {"a": None, "two": b""},
+            {"a": None, "three": b""},
+        ],
         *(("sync", "."), [{"a": None}]),
     ),
     "in a lost directory": (
-        *(("mkdir", "a"), ("create", "a/file"), ("sync", "a/file"), ("sync", "a"), [{}, {"a": None, "a/file": b""}]),
+        *(
+            ("mkdir", "a"),
+            ("create", "a/file"),
+            ("sync", "a/file"),
+            ("sync", "a"),
+            [{}, {"a": None, "a/file": b""}],
+        ),
         *(("remove", "a/file"), ("remove", "a"), ("sync", "."), [{}]),
     ),
 }
@@ -67,7 +92,9 @@ def test_power_loss_loses_what_was_not_synced(steps):
 
 
 @pytest.mark.parametrize("forgotten", ["nothing", "the file", "its directory"])
-def test_write_whole_survives_power_loss_unless_it_forgets_to_sync(tmp_path, monkeypatch, forgotten):
+def test_write_whole_survives_power_loss_unless_it_forgets_to_sync(
+    tmp_path, monkeypatch, forgotten
+):
     path, disk = tmp_path / "file", Disk()
     temporary = files.TEMPORARY + path.name
 
@@ -85,11 +112,17 @@ def test_write_whole_survives_power_loss_unless_it_forgets_to_sync(tmp_path, mon
         if forgotten != "its directory":
             disk.do("sync", ".")
 
-    for owner, name, function in ((os, "fsync", sync_file), (os, "replace", rename), (files, "sync", sync_directory)):
+    for owner, name, function in (
+        (os, "fsync", sync_file),
+        (os, "replace", rename),
+        (files, "sync", sync_directory),
+    ):
         monkeypatch.setattr(owner, name, function)
     files.write_whole(path, b"old")
     first = len(disk)
     files.write_whole(path, b"new")
-    meanwhile = {state.get(path.name) for moment in range(first, len(disk)) for state in states(disk, moment)}
+    meanwhile = {
+        state.get(path.name) for moment in range(first, len(disk)) for state in states(disk, moment)
+    }
     afterwards = {state.get(path.name) for state in states(disk, len(disk))}
     assert (meanwhile == {b"old", b"new"} and afterwards == {b"new"}) == (forgotten == "nothing")

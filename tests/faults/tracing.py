@@ -22,7 +22,9 @@ DISK_CALLS = {
     **dict.fromkeys(("unlink", "unlinkat", "rmdir"), "remove"),
     "mkdirat": "mkdir",
 }
-_PATH = re.compile(r'(?:\w+<([^>]*)>, )?"([^"]*)"|\w+<([^>]*)>')  # a name, often after its directory; or a descriptor
+_PATH = re.compile(
+    r'(?:\w+<([^>]*)>, )?"([^"]*)"|\w+<([^>]*)>'
+)  # a name, often after its directory; or a descriptor
 
 
 class Call(NamedTuple):
@@ -38,7 +40,19 @@ class Call(NamedTuple):
 def strace(output: Path, *options: str) -> Iterator[None]:
     """Write the calls of TRACED names by each thread of this process to files `output.<thread>`."""
     trace = "trace=" + ",".join(f"?{name}" for name in TRACED)  # a processor may lack some of them
-    command = ["strace", "-ff", "-y", "-xx", "-s", "100000000", "-o", str(output), "-e", trace, *options]
+    command = [
+        "strace",
+        "-ff",
+        "-y",
+        "-xx",
+        "-s",
+        "100000000",
+        "-o",
+        str(output),
+        "-e",
+        trace,
+        *options,
+    ]
     tracer = subprocess.Popen([*command, "-p", str(os.getpid())], stderr=subprocess.PIPE, text=True)
     message = tracer.stderr.readline()
     if not re.search(r"Process \d+ attached", message):
@@ -51,10 +65,11 @@ def strace(output: Path, *options: str) -> Iterator[None]:
 
 
 def replay(trace: Path, root: Path, marker: str) -> tuple[Disk, list[Call]]:
-    """Repeat one thread's calls that change or sync something in `root`, which was empty, on an empty disk.
+    """Repeat one thread's calls that change or sync something in `root`, which was empty, on an
+    empty disk.
 
-    Calls on `root/marker` are listed, and not repeated. A file must be open only once at a time. If the directory
-    differs from the disk afterwards, raise a RuntimeError.
+    Calls on `root/marker` are listed, and not repeated. A file must be open only once at a time. If
+    the directory differs from the disk afterwards, raise a RuntimeError.
     """
     disk, calls, numbers, positions = Disk(), [], Counter(), Counter()
     for line in trace.read_text().splitlines():
@@ -62,7 +77,9 @@ def replay(trace: Path, root: Path, marker: str) -> tuple[Disk, list[Call]]:
             continue
         name, arguments, result = match.groups(default="?")  # `?` if it never returned
         numbers[name] += 1
-        paths = _paths(arguments.partition(",")[0] if "write" in name else arguments)  # what is written is no path
+        paths = _paths(
+            arguments.partition(",")[0] if "write" in name else arguments
+        )  # what is written is no path
         inside = [os.path.relpath(path, root) for path in paths if Path(path).is_relative_to(root)]
         if not inside or (result.startswith("-1 ") and inside != [marker]):
             continue
@@ -70,14 +87,21 @@ def replay(trace: Path, root: Path, marker: str) -> tuple[Disk, list[Call]]:
             calls.append(Call(name, len(disk), numbers[name], inside[0]))
         if result != "?" and inside != [marker]:
             _repeat(disk, positions, name, inside, arguments.split(", "), result)
-    actual = {str(path.relative_to(root)): None if path.is_dir() else path.read_bytes() for path in root.rglob("*")}
+    actual = {
+        str(path.relative_to(root)): None if path.is_dir() else path.read_bytes()
+        for path in root.rglob("*")
+    }
     if disk.now() != actual:
         raise RuntimeError("the traced calls do not explain the content of the directory")
     return disk, calls
 
 
-def _repeat(disk: Disk, positions: Counter, name: str, paths: list[str], arguments: list[str], result: str) -> None:
-    """Repeat a call on the disk; `positions` are those in the files, where `write` and `sendfile` begin."""
+def _repeat(
+    disk: Disk, positions: Counter, name: str, paths: list[str], arguments: list[str], result: str
+) -> None:
+    """Repeat a call on the disk; `positions` are those in the files, where `write` and `sendfile`
+    begin.
+    """
     path, *others = paths
     match name:
         case "openat":
@@ -105,9 +129,14 @@ def _repeat(disk: Disk, positions: Counter, name: str, paths: list[str], argumen
 
 
 def _paths(arguments: str) -> list[str]:
-    return [os.path.join(*map(os.fsdecode, map(_bytes, filter(None, parts)))) for parts in _PATH.findall(arguments)]
+    return [
+        os.path.join(*map(os.fsdecode, map(_bytes, filter(None, parts))))
+        for parts in _PATH.findall(arguments)
+    ]
 
 
 def _bytes(text: str) -> bytes:
-    """Decode the hexadecimal text of `strace -xx`; the rest, such as the name of a pipe, is plain text."""
+    """Decode the hexadecimal text of `strace -xx`; the rest, such as the name of a pipe, is plain
+    text.
+    """
     return bytes.fromhex(text.replace("\\x", "")) if "\\x" in text else text.encode()

@@ -1,4 +1,6 @@
-"""Directories of runs as training leaves them, with made-up numbers, for tests of the report and of tables of runs."""
+"""Directories of runs as training leaves them, with made-up numbers, for tests of the report and of
+tables of runs.
+"""
 
 import json
 
@@ -11,7 +13,17 @@ STEPS = 8  # one an epoch; every second is evaluated
 PICTURE = figures.png(np.random.default_rng(0).integers(0, 256, (120, 160, 3), np.uint8))
 
 
-def make_run(directory, recipe="speed94", seed=0, *, towers=2, finished=True, last_step=STEPS, ema=False, **settings):
+def make_run(
+    directory,
+    recipe="speed94",
+    seed=0,
+    *,
+    towers=2,
+    finished=True,
+    last_step=STEPS,
+    ema=False,
+    **settings,
+):
     """Write the directory of a run; its numbers follow from the recipe, the seed and the step."""
     directory.mkdir(parents=True)
     final = 0.9 + 0.02 * (recipe == "speed94") + 0.004 * (3 * seed % 5)
@@ -20,50 +32,97 @@ def make_run(directory, recipe="speed94", seed=0, *, towers=2, finished=True, la
         records.append(_train_record(step, final))
         is_last = finished and step == last_step
         if step % 2 == 0 or is_last:
-            kinds = [(weights, tta) for weights in ("raw", "ema")[: 1 + ema] for tta in (0, 2)[: 1 + is_last]]
+            kinds = [
+                (weights, tta)
+                for weights in ("raw", "ema")[: 1 + ema]
+                for tta in (0, 2)[: 1 + is_last]
+            ]
             evaluations = [_evaluation(step, weights, tta, final) for weights, tta in kinds]
             records += [
-                {"kind": "eval", "step": step, "epoch": step, "training_seconds": 60 * step, **evaluation}
+                {
+                    "kind": "eval",
+                    "step": step,
+                    "epoch": step,
+                    "training_seconds": 60 * step,
+                    **evaluation,
+                }
                 for evaluation in evaluations
             ]
-    config = {"recipe": recipe, "model": "net", "seed": seed, "batch_size": 1536, "train_dir": str(directory)}
+    config = {
+        "recipe": recipe,
+        "model": "net",
+        "seed": seed,
+        "batch_size": 1536,
+        "train_dir": str(directory),
+    }
     (directory / "config.json").write_text(json.dumps(config | settings))
     environment = {
-        "command": ["cifar-towers", "train", f"--seed={seed}", "--data_dir=/a b"], "packages": {"numpy": "2.4.6"},
-        "git_revision": f"abc123{seed}", "towers": towers * [{"device": "/CPU:0"}], "precision": "bfloat16",
-        "processor": "Abacus", "cores": 2,
-        "data_sha256": {"train": "c50e2d9aebe4fd88", "test": "4b43d2e153a74d46"}, "class_names": CLASSES,
-    }  # fmt: skip
+        "command": ["cifar-towers", "train", f"--seed={seed}", "--data_dir=/a b"],
+        "packages": {"numpy": "2.4.6"},
+        "git_revision": f"abc123{seed}",
+        "towers": towers * [{"device": "/CPU:0"}],
+        "precision": "bfloat16",
+        "processor": "Abacus",
+        "cores": 2,
+        "data_sha256": {"train": "c50e2d9aebe4fd88", "test": "4b43d2e153a74d46"},
+        "class_names": CLASSES,
+    }
     (directory / "environment.json").write_text(json.dumps(environment))
     write_records(directory, records)
     for name in ("confusion.png", "mistakes.png"):
         (directory / name).write_bytes(PICTURE)
     if finished:
         result = {
-            "step": last_step, "dataset": "cifar10", "images_per_sec": 1875.4 + seed, "skipped_steps": 0,
-            "seconds": {"start": 4.2, "compile": 21.5, "train": 540.25 + seed, "input": 2.5, "evaluate": 11.0},
-            "weights_sha256": f"{seed:x}" * 64, "evaluations": evaluations,
-        }  # fmt: skip
+            "step": last_step,
+            "dataset": "cifar10",
+            "images_per_sec": 1875.4 + seed,
+            "skipped_steps": 0,
+            "seconds": {
+                "start": 4.2,
+                "compile": 21.5,
+                "train": 540.25 + seed,
+                "input": 2.5,
+                "evaluate": 11.0,
+            },
+            "weights_sha256": f"{seed:x}" * 64,
+            "evaluations": evaluations,
+        }
         (directory / "result.json").write_text(json.dumps(result))
     return directory
 
 
 def make_runs(directory, count=3, recipe="speed94", **settings):
     """Make runs of a recipe that differ in their seed."""
-    return [make_run(directory / f"{recipe}-seed{seed}", recipe, seed, **settings) for seed in range(count)]
+    return [
+        make_run(directory / f"{recipe}-seed{seed}", recipe, seed, **settings)
+        for seed in range(count)
+    ]
 
 
 def _train_record(step, final):
     return {
-        "kind": "train", "step": step, "epoch": step, "loss": 0.7 + 1 / step, "accuracy": final - 0.5 / step,
-        "learning_rate": 1 - step / STEPS, "gradient_norm": 1.0, "skipped_steps": 0,
+        "kind": "train",
+        "step": step,
+        "epoch": step,
+        "loss": 0.7 + 1 / step,
+        "accuracy": final - 0.5 / step,
+        "learning_rate": 1 - step / STEPS,
+        "gradient_norm": 1.0,
+        "skipped_steps": 0,
         "images_per_sec": 1500.0 + step if step > 1 else None,  # no step has been timed yet
-    }  # fmt: skip
+    }
 
 
 def _evaluation(step, weights, tta, final):
     accuracy = final - 0.4 / step + 0.003 * tta + 0.01 * (weights == "ema")
-    return {"split": "test", "weights": weights, "tta": tta, "count": 1000, "accuracy": accuracy, "loss": 1 - accuracy}
+    return {
+        "split": "test",
+        "weights": weights,
+        "tta": tta,
+        "count": 1000,
+        "accuracy": accuracy,
+        "loss": 1 - accuracy,
+    }
 
 
 def read_records(directory, kind=None):
@@ -72,7 +131,9 @@ def read_records(directory, kind=None):
 
 
 def write_records(directory, records):
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (directory / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
 
 
 def read_result(directory):

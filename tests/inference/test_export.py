@@ -36,9 +36,12 @@ class Shift(keras.layers.Layer):
 def net(num_classes):
     images = keras.Input((32, 32, 3))
     x = keras.layers.BatchNormalization()(Shift()(keras.layers.Conv2D(8, 3, 2)(images)))
-    return keras.Model(images, keras.layers.Dense(num_classes)(keras.layers.GlobalAveragePooling2D()(x)))
+    x = keras.layers.GlobalAveragePooling2D()(x)
+    return keras.Model(images, keras.layers.Dense(num_classes)(x))
 """
-RUNS = {  # all layers of the project's models, both kinds of preprocessing, with and without a crop, and an own layer
+# all layers of the project's models, both kinds of preprocessing, with and without a crop, and an
+# own layer
+RUNS = {
     "speednet": {"model": "speednet_proxy"},
     "cifarnet": {"model": "cifarnet", "crop": 23, "standardize": "image"},
     "resnet": {"model": "resnet20"},
@@ -61,7 +64,9 @@ READ = {  # how a user reads each format, as in docs/inference.md
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Write a run of each kind; return the settings that name it and its model, by the run's name."""
+    """Write a run of each kind; return the settings that name it and its model, by the run's
+    name.
+    """
     place = tmp_path_factory.mktemp("runs")
     (place / "nets.py").write_text(NETS)
     named = {name: {"train_dir": str(place / name)} for name in RUNS}
@@ -73,7 +78,9 @@ def runs(tmp_path_factory):
 
 
 def write_run(config):
-    """Write the checkpoint of a run, as after training: no norm has variances or scales of one, nothing is zero."""
+    """Write the checkpoint of a run, as after training: no norm has variances or scales of one,
+    nothing is zero.
+    """
     random, info = np.random.default_rng(0), TEST.info
     model = build.make_model(config, "float32", info)
     variables = [*model.trainable_variables, *model.non_trainable_variables]
@@ -81,9 +88,17 @@ def write_run(config):
         low, high = (-0.4, 0.6) if variable.path.endswith(("variance", "gamma")) else (-0.1, 0.1)
         variable.assign_add(random.uniform(low, high, variable.shape))
     (*_, head) = (layer for layer in model.layers if isinstance(layer, keras.layers.Dense))
-    head.kernel.assign(head.kernel / np.std(model(build.make_augmentation(config, info).evaluate(IMAGES))))
-    values = {f"ema.{variable.path.replace('/', '.')}": variable.value.numpy() for variable in variables}
-    facts = {"facts": {"precision": "float32"}, "dataset": "synthetic", "dataset_info": info._asdict()}
+    head.kernel.assign(
+        head.kernel / np.std(model(build.make_augmentation(config, info).evaluate(IMAGES)))
+    )
+    values = {
+        f"ema.{variable.path.replace('/', '.')}": variable.value.numpy() for variable in variables
+    }
+    facts = {
+        "facts": {"precision": "float32"},
+        "dataset": "synthetic",
+        "dataset_info": info._asdict(),
+    }
     config.directory.mkdir()
     write_checkpoint(checkpoint_path(config.directory, 3), values, {"step": 3, **facts})
     (config.directory / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
@@ -92,7 +107,10 @@ def write_run(config):
 @pytest.fixture(scope="module")
 def expected(runs):
     """Return the probabilities that each run's checkpoint gives to the images."""
-    configs = {name: PredictConfig(**run, pictures=("images",), precision="float32") for name, run in runs.items()}
+    configs = {
+        name: PredictConfig(**run, pictures=("images",), precision="float32")
+        for name, run in runs.items()
+    }
     return {name: predict_probabilities(config, IMAGES) for name, config in configs.items()}
 
 
@@ -100,11 +118,18 @@ def export_with(run, **settings):
     export.export_model(ExportConfig(**{"num_gpus": 1, "check": 100, **run, **settings}))
 
 
-@pytest.mark.parametrize("names", [("speednet", "cifarnet", "own"), pytest.param(("resnet",), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names", [("speednet", "cifarnet", "own"), pytest.param(("resnet",), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", EXPORT_FORMATS)
-def test_every_format_gives_the_checkpoints_probabilities_without_this_package(runs, expected, tmp_path, kind, names):
-    """A layer of the user's own needs its code only in the format keras, and is checked by the export itself."""
-    program = "import sys\nsys.modules['cifar_towers'] = None\nimport numpy as np\nimages = np.load('images.npy')\n"
+def test_every_format_gives_the_checkpoints_probabilities_without_this_package(
+    runs, expected, tmp_path, kind, names
+):
+    """A layer of the user's own needs its code only in the format keras, and is checked by the
+    export itself.
+    """
+    program = "import sys\nsys.modules['cifar_towers'] = None\n"
+    program += "import numpy as np\nimages = np.load('images.npy')\n"
     np.save(tmp_path / "images.npy", IMAGES)
     for name in names:
         export_with(runs[name], format=kind, out=str(tmp_path / name), check=100 * (name == "own"))
@@ -112,11 +137,15 @@ def test_every_format_gives_the_checkpoints_probabilities_without_this_package(r
     read = [name for name in names if (name, kind) != ("own", "keras")]
     for name in read:
         program += f"folder = {name!r}\n{READ[kind]}\nnp.save('{name}.npy', probabilities)\n"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, cwd=tmp_path, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, cwd=tmp_path, text=True
+    )
     assert done.returncode == 0, done.stderr
     for name in read:
         assert expected[name].std(0).max() > 0.05
-        np.testing.assert_allclose(np.load(tmp_path / f"{name}.npy"), expected[name], rtol=0, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            np.load(tmp_path / f"{name}.npy"), expected[name], rtol=0, atol=1e-5, err_msg=name
+        )
 
 
 def write_nothing(*_):
@@ -155,7 +184,9 @@ def test_keras_file_is_trained_on(runs, tmp_path):
     export_with(runs["speednet"], format="keras", **settings)
     model = keras.models.load_model(tmp_path / "net/model.keras")
     model.compile(keras.optimizers.SGD(0.2), "sparse_categorical_crossentropy")
-    losses = model.fit(TRAIN.images, TRAIN.labels, batch_size=50, epochs=3, verbose=0).history["loss"]
+    losses = model.fit(TRAIN.images, TRAIN.labels, batch_size=50, epochs=3, verbose=0).history[
+        "loss"
+    ]
     assert losses[-1] < 0.95 * losses[0]
 
 

@@ -29,10 +29,21 @@ from tests.runs.short_runs import small_runs
 
 TRAIN, TEST = synthetic.make(400, 0, 0), synthetic.make(200, 0, 1)
 CONFIG = TrainConfig(
-    num_gpus=2, dataset="synthetic", model="cifarnet", crop=24, shift=0, batch_size=50, epochs=2, precision="float32",
-    learning_rate=0.05, momentum=0.0, ema_decay=0.5, summary_every_steps=0, eval_every_epochs=0.0,
+    num_gpus=2,
+    dataset="synthetic",
+    model="cifarnet",
+    crop=24,
+    shift=0,
+    batch_size=50,
+    epochs=2,
+    precision="float32",
+    learning_rate=0.05,
+    momentum=0.0,
+    ema_decay=0.5,
+    summary_every_steps=0,
+    eval_every_epochs=0.0,
     checkpoint_every_steps=5,
-)  # fmt: skip
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -72,7 +83,9 @@ def copy_of(run, place, **changed):
 
 
 def predicted(run, images, **settings):
-    config = PredictConfig(train_dir=str(run), pictures=("images",), num_gpus=1, precision="float32", **settings)
+    config = PredictConfig(
+        train_dir=str(run), pictures=("images",), num_gpus=1, precision="float32", **settings
+    )
     return predict_probabilities(config, images)
 
 
@@ -96,7 +109,9 @@ def test_predictions_are_those_of_the_model_with_averaged_weights(run, here, cap
     settings = {"num_gpus": 2, "precision": "float32", "json": True}
     predict_images(PredictConfig(train_dir=str(run), pictures=("pictures",), **settings))
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [answer["picture"] for answer in answers] == [f"pictures/{index}.png" for index in range(5)]
+    assert [answer["picture"] for answer in answers] == [
+        f"pictures/{index}.png" for index in range(5)
+    ]
     trained = TrainedModel(TrainedRunConfig(train_dir=str(run)))
     images = trained.augmentation.evaluate(tf.constant(TEST.images[:5]))
     expected = tf.nn.softmax(trained.model(images, training=False)).numpy()
@@ -104,7 +119,9 @@ def test_predictions_are_those_of_the_model_with_averaged_weights(run, here, cap
         top = np.argsort(-probabilities)[:3]
         assert answer["class"] == synthetic.CLASSES[top[0]]
         assert list(answer["probabilities"]) == [synthetic.CLASSES[index] for index in top]
-        np.testing.assert_allclose(list(answer["probabilities"].values()), probabilities[top], atol=1e-5)
+        np.testing.assert_allclose(
+            list(answer["probabilities"].values()), probabilities[top], atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(
@@ -143,7 +160,9 @@ def test_logits_that_are_not_finite_have_no_class_and_no_score(run, monkeypatch,
         use(run)
 
 
-@pytest.mark.parametrize(("split", "tta", "num_gpus"), [("test", 0, 2), ("test", 2, 1), ("validation", 0, 1)])
+@pytest.mark.parametrize(
+    ("split", "tta", "num_gpus"), [("test", 0, 2), ("test", 2, 1), ("validation", 0, 1)]
+)
 def test_evaluation_gives_what_training_stored_and_what_predictions_say(run, split, tta, num_gpus):
     record = evaluated(run, split=split, tta=tta, num_gpus=num_gpus)
     stored = json.loads((run / "result.json").read_text())["evaluations"]
@@ -153,7 +172,9 @@ def test_evaluation_gives_what_training_stored_and_what_predictions_say(run, spl
     assert (record["loss"], record["ece"]) == pytest.approx((same["loss"], same["ece"]), abs=1e-6)
     data = TEST if split == "test" else split_validation(TRAIN, 100)[1]
     probabilities = predicted(run, data.images, tta=tta)
-    assert record["loss"] == pytest.approx(-np.log(np.take_along_axis(probabilities, data.labels[:, None], 1)).mean())
+    assert record["loss"] == pytest.approx(
+        -np.log(np.take_along_axis(probabilities, data.labels[:, None], 1)).mean()
+    )
     assert record["correct"] == (probabilities.argmax(1) == data.labels).sum()
     low, high = record["interval95"]
     assert 0 < low < record["accuracy"] < high < 1 and not record["changed_data"]
@@ -168,7 +189,9 @@ def test_table_names_the_class_that_errors_go_to(run):
     confusion = np.array(own_record(run)["confusion"])
     np.fill_diagonal(confusion, 0)
     for line, row in zip(table, confusion, strict=True):
-        assert line.endswith(f"  {synthetic.CLASSES[row.argmax()]} ({row.max()})" if row.any() else "  -")
+        assert line.endswith(
+            f"  {synthetic.CLASSES[row.argmax()]} ({row.max()})" if row.any() else "  -"
+        )
 
 
 def test_a_run_in_float32_is_evaluated_so_also_where_bfloat16_is_faster(run, monkeypatch):
@@ -188,7 +211,9 @@ def test_checkpoint_is_chosen_by_its_step_and_weights_by_their_name(run):
 def test_own_model_is_executed_only_if_the_user_names_it_wherever_it_is_now(tmp_path):
     file, moved, executed = (tmp_path / name for name in ("nets.py", "moved.py", "executed"))
     file.write_text(f"{Path(nets.__file__).read_text()}\nopen({str(executed)!r}, 'w')\n")
-    config = replace(CONFIG, model=f"{file}:tiny", crop=0, num_gpus=1, train_dir=str(tmp_path / "own"))
+    config = replace(
+        CONFIG, model=f"{file}:tiny", crop=0, num_gpus=1, train_dir=str(tmp_path / "own")
+    )
     accuracy = train(config)["evaluations"][-1]["accuracy"]
     executed.unlink()
     for use in (evaluated, lambda run: predicted(run, TEST.images)):
@@ -196,16 +221,21 @@ def test_own_model_is_executed_only_if_the_user_names_it_wherever_it_is_now(tmp_
             use(config.train_dir)
     assert not executed.exists()
     file.rename(moved)
-    assert evaluated(config.train_dir, model=f"{moved}:tiny")["accuracy"] == accuracy and executed.exists()
+    assert (
+        evaluated(config.train_dir, model=f"{moved}:tiny")["accuracy"] == accuracy
+        and executed.exists()
+    )
 
 
-# Its data, and others -------------------------------------------------------------------------------------------------
+# Its data, and others -----------------------------------------------------------------------------
 
 
 def test_own_folder_is_evaluated_where_it_is_now_and_not_if_it_changed(tmp_path):
     place, moved = tmp_path / "set", tmp_path / "moved"
     data = write_folder(place, train=TRAIN.take(slice(150)), test=TEST.take(slice(150)))
-    config = replace(CONFIG, model=TINY_NET, dataset=data, crop=0, num_gpus=1, train_dir=str(tmp_path / "mine"))
+    config = replace(
+        CONFIG, model=TINY_NET, dataset=data, crop=0, num_gpus=1, train_dir=str(tmp_path / "mine")
+    )
     accuracy = train(config)["evaluations"][-1]["accuracy"]
     record = evaluated(config.train_dir, model=TINY_NET)
     assert record["accuracy"] == accuracy and [*record["per_class"]] == sorted(synthetic.CLASSES)
@@ -231,7 +261,10 @@ def test_other_sets_are_scored_by_the_names_of_their_classes(run, tmp_path):
     assert not np.any(record["confusion"][4:]) and record["per_class"][synthetic.CLASSES[9]] is None
     names = TEST.info._replace(class_names=tuple(f"my {name}" for name in synthetic.CLASSES))
     others = write_arrays(tmp_path / "others", test=replace(TEST, info=names))
-    for settings, error, named in (({"dataset": others}, DataError, "my "), ({"split": "train"}, UsageError, "train")):
+    for settings, error, named in (
+        ({"dataset": others}, DataError, "my "),
+        ({"split": "train"}, UsageError, "train"),
+    ):
         with pytest.raises(error, match=named):
             evaluated(run, **{"dataset": data} | settings)
 
@@ -245,9 +278,16 @@ def test_corrupted_images_are_a_table_with_means(run, monkeypatch, corruptions):
     """The published mean is that of fifteen corruptions, and is given if all of them are scored."""
     names = [f"{corruption}_{severity}" for corruption in corruptions for severity in (1, 5)]
     noise = np.random.default_rng(0).integers(0, 256, TEST.images.shape)
-    mixed = [share * noise + (1 - share) * TEST.images for share in np.linspace(0.1, 0.9, len(names))]
-    sets = {name: replace(TEST, images=images.astype(np.uint8)) for name, images in zip(names, mixed, strict=True)}
-    source = sources.Source("c/*", lambda _, wanted: {name: sets[name] for name in wanted}, corruptions=tuple(names))
+    mixed = [
+        share * noise + (1 - share) * TEST.images for share in np.linspace(0.1, 0.9, len(names))
+    ]
+    sets = {
+        name: replace(TEST, images=images.astype(np.uint8))
+        for name, images in zip(names, mixed, strict=True)
+    }
+    source = sources.Source(
+        "c/*", lambda _, wanted: {name: sets[name] for name in wanted}, corruptions=tuple(names)
+    )
     monkeypatch.setattr(sources, "find", lambda *_: source)
     record = evaluated(run, num_images=20)
     probabilities = predicted(run, np.concatenate([split.images[:20] for split in sets.values()]))
@@ -260,7 +300,9 @@ def test_corrupted_images_are_a_table_with_means(run, monkeypatch, corruptions):
             rows["mean without extra"] = values[:15].mean(0)
         assert len(np.unique(values)) > 1 and record[key].keys() == rows.keys()
         for name, row in rows.items():
-            assert record[key][name] == pytest.approx({"1": row[0], "5": row[1], "mean": row.mean()})
+            assert record[key][name] == pytest.approx(
+                {"1": row[0], "5": row[1], "mean": row.mean()}
+            )
     assert record["count"] == 20
     if len(corruptions) == 2:  # the table ends with the mean of all
         last = evaluate_checkpoint(config_of(run, num_images=20)).split()[-1]

@@ -13,11 +13,21 @@ from PIL import Image
 from cifar_towers.inference import report
 from cifar_towers.inference.runs import group_by_recipe, read_runs
 from cifar_towers.reporting import figures
-from tests.inference.example_runs import CLASSES, change, make_run, make_runs, read_records, read_result, write_records
+from tests.inference.example_runs import (
+    CLASSES,
+    change,
+    make_run,
+    make_runs,
+    read_records,
+    read_result,
+    write_records,
+)
 from tests.programs import call
 
 HOSTILE = "<script>alert('1')</script><img src=http://evil.example/x.png onerror=\"x()\">&amp;\"'\n"
-RAW, TTA, REPORTED = (f"accuracy, %\n{name}" for name in ("test/raw", "test/raw_tta2", "as reported"))
+RAW, TTA, REPORTED = (
+    f"accuracy, %\n{name}" for name in ("test/raw", "test/raw_tta2", "as reported")
+)
 
 
 class Page:
@@ -26,7 +36,9 @@ class Page:
     def __init__(self, html):
         self.html, root = html, ElementTree.fromstring(html)
         self.tags = {element.tag for element in root.iter()}
-        self.attributes = [(element.tag, *pair) for element in root.iter() for pair in element.items()]
+        self.attributes = [
+            (element.tag, *pair) for element in root.iter() for pair in element.items()
+        ]
         self.images = [image.attrib for image in root.iter("img")]
         self.texts = list(root.itertext())
         self.heads, self.rows = (
@@ -39,7 +51,9 @@ class Page:
         return next(row[1:] for row in self.rows if row[0] == start)
 
     def results(self, run, table=0):
-        """Return the cells of a row of the first table, or of the second one of means, by heading."""
+        """Return the cells of a row of the first table, or of the second one of means, by
+        heading.
+        """
         return dict(zip(self.heads[table], [run, *self.row(run)], strict=True))
 
 
@@ -55,17 +69,30 @@ def render(*directories):
 
 def accuracies(directories, tta):
     """Return the final accuracies in percent."""
-    return [100 * s["accuracy"] for d in directories for s in read_result(d)["evaluations"] if s["tta"] == tta]
+    return [
+        100 * s["accuracy"]
+        for d in directories
+        for s in read_result(d)["evaluations"]
+        if s["tta"] == tta
+    ]
 
 
 def test_page_of_the_program_is_self_contained(tmp_path, monkeypatch, capsys):
-    """With all pictures drawn: three seeds of a recipe, one of which is not finished, and another recipe."""
+    """With all pictures drawn: three seeds of a recipe, one of which is not finished, and another
+    recipe.
+    """
     runs = [*make_runs(tmp_path), make_run(tmp_path / "resnet20", "resnet20", towers=4)]
     (runs[2] / "result.json").unlink()
     monkeypatch.chdir(tmp_path)
-    assert call(monkeypatch, "report", *runs, "--out=page.html") == 0 and capsys.readouterr().out == "page.html\n"
+    assert (
+        call(monkeypatch, "report", *runs, "--out=page.html") == 0
+        and capsys.readouterr().out == "page.html\n"
+    )
     page = Page((tmp_path / "page.html").read_text())
-    assert page.html.startswith("<!DOCTYPE html>") and not {"script", "iframe", "object", "base"} & page.tags
+    assert (
+        page.html.startswith("<!DOCTYPE html>")
+        and not {"script", "iframe", "object", "base"} & page.tags
+    )
     assert len(page.images) == 4 + 2 * 4  # curves; confusion matrix and mistakes of each run
     for image in page.images:
         kind, content = image["src"].split(",", 1)
@@ -87,33 +114,48 @@ def test_results_of_runs_and_of_groups_are_those_of_their_files(tmp_path, undraw
         for heading, score in zip((RAW, TTA), result["evaluations"], strict=True):
             assert cells[heading] == f"{100 * score['accuracy']:.2f}\nloss {score['loss']:.4f}"
         assert cells["images/s"] == f"{result['images_per_sec']:,.0f}"
-        assert cells["training, s\nwith input and compilation"] == f"{540.25 + seed + 2.5 + 21.5:.1f}"
+        assert (
+            cells["training, s\nwith input and compilation"] == f"{540.25 + seed + 2.5 + 21.5:.1f}"
+        )
         others = [cells[name] for name in ("steps", "seed", "towers", "precision", "skipped steps")]
         assert others == ["8", str(seed), "2", "bfloat16", "0"]
         assert cells["weights\nsha256"] == result["weights_sha256"][:16]
     for heading, tta in ((RAW, 0), (TTA, 2)):
         values = accuracies(runs, tta)
         expected = f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f} % (n=3)"
-        assert page.results("speed94\nseeds 0, 1, 2", table=1)[heading.replace(", %", "")] == expected
+        assert (
+            page.results("speed94\nseeds 0, 1, 2", table=1)[heading.replace(", %", "")] == expected
+        )
     assert any(text.startswith("speed94 - other: +2.00 points") for text in page.texts)
 
 
 def test_mean_is_over_finished_runs(tmp_path, undrawn):
-    runs = [make_run(tmp_path / "s0"), make_run(tmp_path / "s1", seed=1, finished=False, last_step=7)]
+    runs = [
+        make_run(tmp_path / "s0"),
+        make_run(tmp_path / "s1", seed=1, finished=False, last_step=7),
+    ]
     page = render(*runs)
     mean = page.results("speed94\nseeds 0, 1", table=1)["accuracy\ntest/raw"]
     assert mean == f"{accuracies(runs[:1], 0)[0]:.2f} % (n=1)"
     newest, unfinished = read_records(runs[1], "eval")[-1], page.results("s1")
     assert unfinished["steps"] == "7\nunfinished" and unfinished[TTA] == "-"
     assert newest["step"] == 6 and unfinished[RAW].startswith(f"{100 * newest['accuracy']:.2f}\n")
-    assert unfinished[REPORTED].endswith("test/raw at step 6") and "at step" not in page.results("s0")[REPORTED]
+    assert (
+        unfinished[REPORTED].endswith("test/raw at step 6")
+        and "at step" not in page.results("s0")[REPORTED]
+    )
     change(runs[0], "result.json", step=4)  # continued after its result
     page = render(*runs)
-    assert page.results("s0")["steps"] == "8\nunfinished" and page.results("s0")["weights\nsha256"] == "-"
+    assert (
+        page.results("s0")["steps"] == "8\nunfinished"
+        and page.results("s0")["weights\nsha256"] == "-"
+    )
     assert "speed94\nseeds 0, 1" not in [row[0] for row in page.rows]
 
 
-@pytest.mark.parametrize("missing", ["environment.json", "result.json", "mistakes.png", "train", "eval"])
+@pytest.mark.parametrize(
+    "missing", ["environment.json", "result.json", "mistakes.png", "train", "eval"]
+)
 def test_missing_files_and_records_are_left_out(tmp_path, undrawn, missing):
     run, other = make_run(tmp_path / "run"), make_run(tmp_path / "other", "resnet20")
     if missing in ("train", "eval"):
@@ -125,22 +167,36 @@ def test_missing_files_and_records_are_left_out(tmp_path, undrawn, missing):
     parts = {"mistakes.png": "mistakes", "train": "training loss", "eval": "test/raw accuracy"}
     for part in parts.values():
         assert any(part in image["alt"] for image in complete.images), part
-        assert any(part in image["alt"] for image in page.images) == (part != parts.get(missing)), part
+        assert any(part in image["alt"] for image in page.images) == (part != parts.get(missing)), (
+            part
+        )
 
 
 def test_all_strings_are_escaped(tmp_path, undrawn):
-    """Every string of the files, and the directories' names, would break a page that does not escape them."""
+    """Every string of the files, and the directories' names, would break a page that does not
+    escape them.
+    """
     run, other = make_run(tmp_path / "<b>&lt;'\"<script>"), make_run(tmp_path / "<i>", last_step=1)
     write_records(other, [{"kind": "train", "step": 1, "epoch": 1}])
     change(run, "config.json", recipe=HOSTILE, seed=HOSTILE, model=HOSTILE, **{HOSTILE: HOSTILE})
     change(
-        run, "environment.json", command=[HOSTILE, "a b"], precision=HOSTILE, packages={HOSTILE: HOSTILE},
-        synthetic_data=HOSTILE, class_names=[HOSTILE, *CLASSES[1:]],
-    )  # fmt: skip
+        run,
+        "environment.json",
+        command=[HOSTILE, "a b"],
+        precision=HOSTILE,
+        packages={HOSTILE: HOSTILE},
+        synthetic_data=HOSTILE,
+        class_names=[HOSTILE, *CLASSES[1:]],
+    )
     change(run, "result.json", weights_sha256=HOSTILE)
-    evaluations = [record | {"split": HOSTILE, "weights": HOSTILE} for record in read_records(run, "eval")]
+    evaluations = [
+        record | {"split": HOSTILE, "weights": HOSTILE} for record in read_records(run, "eval")
+    ]
     write_records(run, read_records(run, "train") + evaluations)
-    page, plain = render(run, other), render(make_run(tmp_path / "plain"), make_run(tmp_path / "too", batch_size=2))
+    page, plain = (
+        render(run, other),
+        render(make_run(tmp_path / "plain"), make_run(tmp_path / "too", batch_size=2)),
+    )
     names = {name for _, name, _ in page.attributes}
     assert page.tags <= plain.tags and names <= {name for _, name, _ in plain.attributes}
     assert all(image["src"].startswith("data:image/png;base64,") for image in page.images)
@@ -150,11 +206,17 @@ def test_all_strings_are_escaped(tmp_path, undrawn):
 
 
 def test_differing_and_shared_settings_and_commands(tmp_path, undrawn):
-    runs = [make_run(tmp_path / name, seed=seed, batch_size=1536 - seed) for seed, name in enumerate("ab")]
+    runs = [
+        make_run(tmp_path / name, seed=seed, batch_size=1536 - seed)
+        for seed, name in enumerate("ab")
+    ]
     change(runs[1], "environment.json", synthetic_data="SYNTHETIC DATA, NOT CIFAR-10")
     page = render(*runs)
     assert "b: SYNTHETIC DATA, NOT CIFAR-10" in page.texts
-    assert page.row("batch_size") == ["1536", "1535"] and page.row("git_revision") == ["abc1230", "abc1231"]
+    assert page.row("batch_size") == ["1536", "1535"] and page.row("git_revision") == [
+        "abc1230",
+        "abc1231",
+    ]
     assert page.row("model") == ["net"]  # shared
     commands = [shlex.split(text) for text in page.texts if text.startswith("cifar-towers train ")]
     assert [command[2] for command in commands] == ["--seed=0", "--seed=1"]
@@ -171,5 +233,9 @@ def test_curves_have_a_band_of_several_runs_and_are_averaged_over_neighbors():
 
 def test_more_groups_than_a_picture_can_distinguish_take_several(tmp_path, undrawn):
     paths = [make_run(tmp_path / f"r{i}", f"recipe{i}", last_step=2) for i in range(9)]
-    pictures = [text for text, _ in report.curves(group_by_recipe(read_runs(paths))) if "training loss" in text]
+    pictures = [
+        text
+        for text, _ in report.curves(group_by_recipe(read_runs(paths)))
+        if "training loss" in text
+    ]
     assert [text.count("recipe") for text in pictures] == [8, 1]

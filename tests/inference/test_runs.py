@@ -10,13 +10,22 @@ from cifar_towers.config.programs import RUN_FIELDS
 from cifar_towers.errors import UsageError
 from cifar_towers.inference import runs as trained
 from cifar_towers.inference.runs import STUDENT_T, Sample, describe_difference
-from tests.inference.example_runs import change, make_run, make_runs, read_result, write_records, write_scores
+from tests.inference.example_runs import (
+    change,
+    make_run,
+    make_runs,
+    read_result,
+    write_records,
+    write_scores,
+)
 from tests.programs import call
 
 
 @pytest.fixture
 def runs(tmp_path):
-    """Make runs that are finished, stopped, at work, without a step; and a directory that is none."""
+    """Make runs that are finished, stopped, at work, without a step; and a directory that is
+    none.
+    """
     make_runs(tmp_path)
     make_runs(tmp_path, recipe="resnet20")
     for name, seed, settings in (
@@ -46,17 +55,32 @@ def listed(monkeypatch, capsys):
 
 
 def test_table_has_every_run_and_its_state(runs, listed):
-    rows = {cells[0]: cells[1:] for line in listed(runs).splitlines() if (cells := line.split()) and "seed" in cells[0]}
+    rows = {
+        cells[0]: cells[1:]
+        for line in listed(runs).splitlines()
+        if (cells := line.split()) and "seed" in cells[0]
+    }
     assert len(rows) == 10 and "elsewhere/speed94-seed9" in rows
-    for seed, state, step in ((0, "done", "8"), (3, "stopped", "5"), (8, "running", "8"), (6, "stopped", "0")):
+    for seed, state, step in (
+        (0, "done", "8"),
+        (3, "stopped", "5"),
+        (8, "running", "8"),
+        (6, "stopped", "0"),
+    ):
         assert {state, step} <= {*rows[f"speed94-seed{seed}"]}
-    plain, augmented = (f"{score['accuracy']:.4f}" for score in read_result(runs / "speed94-seed1")["evaluations"])
+    plain, augmented = (
+        f"{score['accuracy']:.4f}" for score in read_result(runs / "speed94-seed1")["evaluations"]
+    )
     minutes = f"{(4.2 + 21.5 + 541.25 + 2.5 + 11) / 60:.1f}"
     row = ["speed94", "cifar10", "done", "8", "test", plain, augmented, "1,876.4", minutes]
     assert rows["speed94-seed1"] == row
 
 
-RAW, EMA, AUGMENTED = {"accuracy": 0.99}, {"weights": "ema", "accuracy": 0.93}, {"tta": 2, "accuracy": 0.94}
+RAW, EMA, AUGMENTED = (
+    {"accuracy": 0.99},
+    {"weights": "ema", "accuracy": 0.93},
+    {"tta": 2, "accuracy": 0.94},
+)
 
 
 @pytest.mark.parametrize(
@@ -70,18 +94,27 @@ RAW, EMA, AUGMENTED = {"accuracy": 0.99}, {"weights": "ema", "accuracy": 0.93}, 
 def test_accuracies_are_of_averaged_weights_and_not_of_the_better_ones(tmp_path, scores, expected):
     write_scores(make_run(tmp_path / "run"), *scores)
     found = trained.describe(*trained.find_runs(tmp_path))
-    assert tuple(found[name] for name in ("split", "weights", "accuracy", "tta_accuracy")) == expected
+    assert (
+        tuple(found[name] for name in ("split", "weights", "accuracy", "tta_accuracy")) == expected
+    )
 
 
 def test_runs_are_found_by_pattern_and_are_objects_for_other_programs(runs, listed):
-    records = [json.loads(line) for line in listed(runs, "resnet20*", "--sort=accuracy", "--json").splitlines()]
-    assert [record["seed"] for record in records] == [0, 2, 1] and {r["recipe"] for r in records} == {"resnet20"}
+    records = [
+        json.loads(line)
+        for line in listed(runs, "resnet20*", "--sort=accuracy", "--json").splitlines()
+    ]
+    assert [record["seed"] for record in records] == [0, 2, 1] and {
+        r["recipe"] for r in records
+    } == {"resnet20"}
     assert tuple(records[0]) == RUN_FIELDS and listed(runs, "nothing*") == "no runs\n"
 
 
 def test_runs_are_sorted_with_unknown_values_first(runs):
     for key in RUN_FIELDS:
-        values = [trained.describe(run)[key] for run in trained.sort_runs(trained.find_runs(runs), key)]
+        values = [
+            trained.describe(run)[key] for run in trained.sort_runs(trained.find_runs(runs), key)
+        ]
         known = [value for value in values if value is not None]
         assert known == sorted(known) and values[len(values) - len(known) :] == known, key
 
@@ -92,13 +125,18 @@ def test_best_run_is_the_finished_one_with_the_highest_accuracy(runs, listed):
 
 def test_best_run_is_chosen_by_validation_images_if_all_runs_have_some(tmp_path):
     for seed, (validation, test) in enumerate(((0.91, 0.92), (0.93, 0.90), (None, 0.94))):
-        scores = [{"split": "test", "accuracy": test}, {"split": "validation", "accuracy": validation}]
+        scores = [
+            {"split": "test", "accuracy": test},
+            {"split": "validation", "accuracy": validation},
+        ]
         write_scores(make_run(tmp_path / str(seed), seed=seed), *scores[: 2 if validation else 1])
     found = trained.find_runs(tmp_path)
     assert trained.best_run(found[:2], "speed94") == found[1]
     assert trained.best_run(found, "speed94") == found[2]
     other = found[0].environment["data_sha256"] | {"validation": "other images"}
-    files.write_json(found[0].directory / files.ENVIRONMENT, found[0].environment | {"data_sha256": other})
+    files.write_json(
+        found[0].directory / files.ENVIRONMENT, found[0].environment | {"data_sha256": other}
+    )
     with pytest.raises(UsageError, match="speed94"):
         trained.best_run(found[:2], "speed94")
 
@@ -110,16 +148,23 @@ def test_best_run_is_chosen_by_validation_images_if_all_runs_have_some(tmp_path)
         (lambda runs: trained.read_runs([runs / "speed94-seed0", runs / "nowhere"]), "nowhere"),
         (lambda runs: trained.read_runs([runs / "speed94-seed0", runs / "no-run"]), "no-run"),
         (lambda runs: trained.best_run(trained.find_runs(runs), "speed95"), "speed95"),
-        (lambda runs: trained.best_run(trained.find_runs(runs), "resnet20"), "resnet20"),  # on other test images
+        (
+            lambda runs: trained.best_run(trained.find_runs(runs), "resnet20"),
+            "resnet20",
+        ),  # on other test images
     ],
 )
 def test_what_has_no_runs_to_compare_is_refused_by_name(runs, use, named):
-    change(runs / "resnet20-seed1", "environment.json", data_sha256={"train": "c50e2d9aebe4fd88", "test": "other"})
+    change(
+        runs / "resnet20-seed1",
+        "environment.json",
+        data_sha256={"train": "c50e2d9aebe4fd88", "test": "other"},
+    )
     with pytest.raises(UsageError, match=named):
         use(runs)
 
 
-# Groups and their differences -----------------------------------------------------------------------------------------
+# Groups and their differences ---------------------------------------------------------------------
 
 
 def grouped(*directories):
@@ -142,8 +187,13 @@ def pairs(tmp_path):
 def test_difference_has_students_interval():
     one, other = Sample.of([0.94, 0.95, 0.96]), Sample.of([0.91, 0.93, 0.95])
     assert np.allclose(one, (0.95, 0.01, 3)) and np.allclose(other, (0.93, 0.02, 3))
-    half = 100 * STUDENT_T[3] * np.sqrt((0.01**2 + 0.02**2) / 3)  # groups of one size: pooled as by each
-    assert describe_difference(one, other) == f"+2.00 points (95 % {2 - half:+.2f} to {2 + half:+.2f}), n=3 and 3"
+    half = (
+        100 * STUDENT_T[3] * np.sqrt((0.01**2 + 0.02**2) / 3)
+    )  # groups of one size: pooled as by each
+    assert (
+        describe_difference(one, other)
+        == f"+2.00 points (95 % {2 - half:+.2f} to {2 + half:+.2f}), n=3 and 3"
+    )
     assert describe_difference(other, one).startswith("-2.00 points")
 
 
@@ -151,8 +201,17 @@ def test_runs_of_one_recipe_with_other_settings_are_groups_of_their_own(tmp_path
     settings = [(0, 1536, 2), (1, 512, 2), (2, 512, 2), (0, 512, 4), (3, 512, 2)]
     for name, (seed, batch_size, towers) in zip("abcde", settings, strict=True):
         make_run(tmp_path / name, seed=seed, batch_size=batch_size, towers=towers)
-    make_run(tmp_path / "f", seed=4, batch_size=512, data_dir="/elsewhere", dataset="auto", overwrite=True)
-    change(tmp_path / "f", "config.json", workers="127.0.0.1:5000,127.0.0.1:5001", profile_steps="1:2")
+    make_run(
+        tmp_path / "f",
+        seed=4,
+        batch_size=512,
+        data_dir="/elsewhere",
+        dataset="auto",
+        overwrite=True,
+    )
+    change(
+        tmp_path / "f", "config.json", workers="127.0.0.1:5000,127.0.0.1:5001", profile_steps="1:2"
+    )
     groups = group_names([tmp_path / name for name in "abcdef"])
     assert list(groups.values()) == [["a"], ["b", "c", "e", "f"], ["d"]]
     assert all(name.startswith("speed94, batch_size=") for name in groups)
@@ -160,11 +219,18 @@ def test_runs_of_one_recipe_with_other_settings_are_groups_of_their_own(tmp_path
 
 def test_runs_on_other_images_of_any_split_or_with_other_code_are_a_group_of_their_own(tmp_path):
     digests = [("a", "b"), ("a", "b"), ("a", "c"), ("a", "c"), ("d", "b")]
-    paths = [make_run(tmp_path / str(seed), seed=seed, dataset="folder:/photos") for seed in range(7)]
+    paths = [
+        make_run(tmp_path / str(seed), seed=seed, dataset="folder:/photos") for seed in range(7)
+    ]
     for path, (train, test) in zip(paths, digests, strict=False):
         change(path, "environment.json", data_sha256={"train": train, "test": test})
     change(paths[5], "environment.json", data_sha256={"train": "a", "validation": "e", "test": "b"})
-    change(paths[6], "environment.json", data_sha256={"train": "a", "test": "b"}, code_sha256={"model": "edited"})
+    change(
+        paths[6],
+        "environment.json",
+        data_sha256={"train": "a", "test": "b"},
+        code_sha256={"model": "edited"},
+    )
     groups = group_names(paths)
     assert list(groups.values()) == [["0", "1"], ["2", "3"], ["4"], ["5"], ["6"]]
     assert "speed94, train_data=a, test_data=c" in groups
@@ -174,7 +240,9 @@ def test_difference_reads_in_the_order_of_its_names(pairs):
     assert trained.compare_groups(grouped(*pairs[2:], *pairs[:2])) == [
         "lr1.5 - lr0.3: +4.40 points (95 % +0.08 to +8.72), n=2 and 2; test/raw"
     ]
-    assert trained.compare_groups(grouped(*pairs))[0].startswith("lr0.3 - lr1.5: -4.40 points (95 % -8.72 to -0.08)")
+    assert trained.compare_groups(grouped(*pairs))[0].startswith(
+        "lr0.3 - lr1.5: -4.40 points (95 % -8.72 to -0.08)"
+    )
 
 
 def test_a_seed_counts_once_and_the_line_names_what_is_left_out(tmp_path, pairs):
@@ -205,7 +273,10 @@ def test_groups_of_other_lengths_or_data_are_not_subtracted(pairs, name, changes
 
 
 def test_groups_are_compared_by_a_score_that_all_have(tmp_path):
-    paths = [*make_runs(tmp_path, recipe="one", ema=True), *make_runs(tmp_path, recipe="other", ema=True)]
+    paths = [
+        *make_runs(tmp_path, recipe="one", ema=True),
+        *make_runs(tmp_path, recipe="other", ema=True),
+    ]
     for path, accuracy in zip(paths, (0.94, 0.95, 0.96, 0.91, 0.93, 0.95), strict=True):
         scores = read_result(path)["evaluations"]
         for each in scores:

@@ -22,7 +22,12 @@ def ops(dtype, channels, device, strides=1, padding="SAME", filters=64):
     @tf.function
     def step(images, kernel):
         with tf.device(device):
-            return gradients(lambda x, k: convolution.conv2d(tf.identity(x), k, strides, padding), images, kernel, None)
+            return gradients(
+                lambda x, k: convolution.conv2d(tf.identity(x), k, strides, padding),
+                images,
+                kernel,
+                None,
+            )
 
     arguments = tf.ones([1, 7, 7, channels], dtype), tf.ones([3, 3, channels, filters], dtype)
     return step.get_concrete_function(*arguments).graph.get_operations()
@@ -57,27 +62,51 @@ def test_values_and_gradients_equal_tensorflows(monkeypatch, layer, shape, windo
     tensorflows = gradients(convolve, *narrow)
     true_values = gradients(convolve, *(tf.cast(tensor, "float64") for tensor in narrow))
     for actual, theirs, true in zip(ours, tensorflows, true_values, strict=True):
-        error, allowed = (np.abs(tf.cast(values, tf.float64) - true).max() for values in (actual, theirs))
+        error, allowed = (
+            np.abs(tf.cast(values, tf.float64) - true).max() for values in (actual, theirs)
+        )
         # some processors accumulate in bfloat16, with errors of this size
         assert error <= max(1.5 * allowed, rounding * np.abs(true).max())
 
 
 CPU, GPU, AVX2, AVX512 = "/CPU:1", "/GPU:0", ("avx2",), ("avx2", "avx512f")
-FORMS = [  # processor, then dtype, channels, device, strides, padding and filters of 3x3 kernels: the form is faster
+# processor, then dtype, channels, device, strides, padding and filters of 3x3 kernels: the form is
+# faster
+FORMS = [
     ("products", AVX2, [(tf.bfloat16, 128, CPU), (tf.float32, 24, CPU)]),
     ("products", AVX512, [(tf.bfloat16, 128, CPU)]),
     ("winograd", AVX2, [(tf.float32, 64, CPU, 1, "SAME", 128)]),
     ("winograd", AVX512, [(tf.float32, 128, CPU, 1, "SAME", 128)]),
 ]
 OTHERS = [  # ... and it is not
-    ("products", AVX2, [(tf.float64, 128, CPU), (tf.float32, 16, CPU), (tf.float32, 24, CPU, 1, "SAME", 32)]),
+    (
+        "products",
+        AVX2,
+        [(tf.float64, 128, CPU), (tf.float32, 16, CPU), (tf.float32, 24, CPU, 1, "SAME", 32)],
+    ),
     ("products", AVX2, [(tf.float32, 24, GPU), (tf.bfloat16, 64, CPU), (tf.bfloat16, 128, GPU)]),
     ("products", AVX2, [(tf.bfloat16, 128, CPU, 2), (tf.bfloat16, 128, CPU, 1, "VALID")]),
     ("products", AVX512, [(tf.float32, 128, CPU)]),
-    ("winograd", AVX2, [(tf.float32, 64, CPU, 1, "SAME", 64), (tf.float32, 32, CPU, 1, "SAME", 512)]),
-    ("winograd", AVX2, [(tf.float32, 64, CPU, 1, "VALID", 128), (tf.float32, 64, CPU, 2, "SAME", 128)]),
-    ("winograd", AVX2, [(tf.float32, 64, GPU, 1, "SAME", 128), (tf.float32, 256, CPU, 1, [(0, 0)] * 4, 256)]),
-    ("winograd", AVX2, [(tf.bfloat16, 256, CPU, 1, "SAME", 256), (tf.float64, 256, CPU, 1, "SAME", 256)]),
+    (
+        "winograd",
+        AVX2,
+        [(tf.float32, 64, CPU, 1, "SAME", 64), (tf.float32, 32, CPU, 1, "SAME", 512)],
+    ),
+    (
+        "winograd",
+        AVX2,
+        [(tf.float32, 64, CPU, 1, "VALID", 128), (tf.float32, 64, CPU, 2, "SAME", 128)],
+    ),
+    (
+        "winograd",
+        AVX2,
+        [(tf.float32, 64, GPU, 1, "SAME", 128), (tf.float32, 256, CPU, 1, [(0, 0)] * 4, 256)],
+    ),
+    (
+        "winograd",
+        AVX2,
+        [(tf.bfloat16, 256, CPU, 1, "SAME", 256), (tf.float64, 256, CPU, 1, "SAME", 256)],
+    ),
     ("winograd", (), [(tf.float32, 256, CPU, 1, "SAME", 256)]),
     ("winograd", AVX512, [(tf.float32, 64, CPU, 1, "SAME", 128)]),
 ]
@@ -87,7 +116,9 @@ OTHERS = [  # ... and it is not
     ("form", "features", "convolutions", "faster"),
     [*((*row, True) for row in FORMS), *((*row, False) for row in OTHERS)],
 )
-def test_forms_are_used_only_where_they_were_measured_to_be_faster(monkeypatch, form, features, convolutions, faster):
+def test_forms_are_used_only_where_they_were_measured_to_be_faster(
+    monkeypatch, form, features, convolutions, faster
+):
     processor(monkeypatch, *features)
     replaced = {"products": "Conv2DBackpropFilter", "winograd": "Conv2D"}[form]
     for arguments in convolutions:
@@ -99,7 +130,9 @@ def test_forms_are_used_only_where_they_were_measured_to_be_faster(monkeypatch, 
 def test_gradient_to_kernel_has_no_explicit_padding_on_cpus(dtype, device, expected):
     """There oneDNN does not have it, and TensorFlow's own takes up to 60 times as long."""
     padding = convolution.even_padding(tf.TensorShape([1, 7, 7, 3]), tf.TensorShape([3, 3, 3, 64]))
-    to_kernel = [op for op in ops(dtype, 3, device, 1, padding) if op.type == "Conv2DBackpropFilter"]
+    to_kernel = [
+        op for op in ops(dtype, 3, device, 1, padding) if op.type == "Conv2DBackpropFilter"
+    ]
     assert [op.get_attr("padding") for op in to_kernel] == [expected]
 
 
@@ -108,7 +141,10 @@ def test_gradient_to_kernel_has_no_explicit_padding_on_cpus(dtype, device, expec
 def test_any_other_padding_is_as_in_tensorflow(monkeypatch, padding, strides):
     processor(monkeypatch, "avx2")
     random = np.random.default_rng(0)
-    arguments = [tf.constant(random.normal(size=shape), tf.float32) for shape in ((2, 7, 7, 64), (3, 3, 64, 128))]
+    arguments = [
+        tf.constant(random.normal(size=shape), tf.float32)
+        for shape in ((2, 7, 7, 64), (3, 3, 64, 128))
+    ]
     ours = gradients(lambda x, k: convolution.conv2d(x, k, strides, padding), *arguments, None)
     theirs = gradients(lambda x, k: tf.nn.conv2d(x, k, strides, padding), *arguments, None)
     for actual, expected in zip(ours, theirs, strict=True):
@@ -120,7 +156,9 @@ def test_any_other_padding_is_as_in_tensorflow(monkeypatch, padding, strides):
 
 @pytest.mark.parametrize("tile", convolution.WINOGRAD_TILES)
 def test_winograd_transforms_are_exact(tile):
-    """Every product of a pixel and a weight comes to exactly one in its output and to zero elsewhere."""
+    """Every product of a pixel and a weight comes to exactly one in its output and to zero
+    elsewhere.
+    """
     from_image, from_kernel, to_output = (
         np.vectorize(lambda value: Fraction(value).limit_denominator(10_000), [object])(matrix)
         for matrix in convolution.winograd_transforms(tile)
@@ -139,4 +177,6 @@ def test_winograd_of_any_number_of_images():
     traced = convolve.get_concrete_function(tf.TensorSpec([None, 7, 7, 5]), kernel)
     for count in (1, 3):
         images = tf.random.normal([count, 7, 7, 5])
-        np.testing.assert_allclose(traced(images, kernel), tf.nn.conv2d(images, kernel, 1, "SAME"), atol=1e-3)
+        np.testing.assert_allclose(
+            traced(images, kernel), tf.nn.conv2d(images, kernel, 1, "SAME"), atol=1e-3
+        )

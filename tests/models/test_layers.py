@@ -13,7 +13,9 @@ def test_batch_norm_normalizes_and_returns_float32_averages(dtype, atol):
     layer = BatchNorm(momentum=0.6, dtype=dtype)
     layer.build(x.shape)
     weights, statistics = layer.trainable_variables, layer.non_trainable_variables
-    y, (mean, variance) = layer.stateless_call(weights, statistics, tf.cast(x, layer.compute_dtype), training=True)
+    y, (mean, variance) = layer.stateless_call(
+        weights, statistics, tf.cast(x, layer.compute_dtype), training=True
+    )
     assert y.dtype == layer.compute_dtype and mean.dtype == variance.dtype == "float32"
     expected = (x - x.mean((0, 1, 2))) / np.sqrt(x.var((0, 1, 2)) + layer.epsilon)
     np.testing.assert_allclose(tf.cast(y, "float32"), expected, atol=atol)
@@ -27,7 +29,9 @@ def test_batch_norm_evaluates_with_moving_statistics():
     layer.build((None, 2, 2, 1))
     layer.moving_mean.assign([4.0])
     layer.moving_variance.assign([9.0])
-    np.testing.assert_allclose(layer(tf.fill([1, 2, 2, 1], 10.0)), np.full((1, 2, 2, 1), 2.0), rtol=1e-5)
+    np.testing.assert_allclose(
+        layer(tf.fill([1, 2, 2, 1], 10.0)), np.full((1, 2, 2, 1), 2.0), rtol=1e-5
+    )
     assert layer.gamma is None and [v.name for v in layer.trainable_variables] == ["beta"]
 
 
@@ -71,7 +75,13 @@ def test_layers_deserialize_from_their_config():
 
 @pytest.mark.parametrize(
     "options",
-    [{"dilation_rate": 2}, {"strides": (1, 2)}, {"groups": 3}, {"strides": 2}, {"data_format": "channels_first"}],
+    [
+        {"dilation_rate": 2},
+        {"strides": (1, 2)},
+        {"groups": 3},
+        {"strides": 2},
+        {"data_format": "channels_first"},
+    ],
 )
 def test_conv2d_equals_keras_for_all_options(options):
     images = np.random.default_rng(0).normal(size=(2, 9, 9, 3)).astype("f4")
@@ -83,7 +93,9 @@ def test_conv2d_equals_keras_for_all_options(options):
 
 @pytest.mark.parametrize(("high", "wide"), [(7, 7), (5, 8), (8, 8)])
 def test_conv2d_computes_no_row_that_pooling_discards(high, wide):
-    """Pooled values and all gradients are those of the whole convolution, also where the size is not known."""
+    """Pooled values and all gradients are those of the whole convolution, also where the size is
+    not known.
+    """
     images = tf.random.stateless_normal([2, high, wide, 24], [0, 1])
     even, whole = (Conv2D(64, 3, padding="same", even_output=even) for even in (True, False))
     sizes = even(images).shape[1:3], whole(images).shape[1:3]
@@ -100,6 +112,8 @@ def test_conv2d_computes_no_row_that_pooling_discards(high, wide):
         return pooled, *tape.gradient(loss, [inputs, layer.kernel.value, layer.bias.value])
 
     unknown = tf.function(values).get_concrete_function(even, tf.TensorSpec([2, None, None, 24]))
-    for ours, of_unknown, expected in zip(values(even, images), unknown(images), values(whole, images), strict=True):
+    for ours, of_unknown, expected in zip(
+        values(even, images), unknown(images), values(whole, images), strict=True
+    ):
         np.testing.assert_allclose(ours, expected, atol=2e-4)
         np.testing.assert_allclose(of_unknown, expected, atol=2e-4)

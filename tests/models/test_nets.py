@@ -6,7 +6,8 @@ from cifar_towers.models import MODELS
 from cifar_towers.models.speednet import IdentityFirst, whitening_kernel
 from cifar_towers.registry import MODELS as NAMES
 
-PARAMETERS = {  # by the published layer tables, with frozen whitening filters (288), without statistics
+# by the published layer tables, with frozen whitening filters (288), without statistics
+PARAMETERS = {
     "cifarnet": 1_068_298,
     "resnet20": 269_722,
     "resnet56": 853_018,
@@ -46,13 +47,17 @@ def test_logits_and_a_gradient_for_every_weight(name, size, dtype):
         tape.watch(values)
         logits, _ = model.stateless_call(values, frozen, images, training=True)
     assert logits.shape == (4, 10) and logits.dtype == tf.float32
-    assert [gradient.shape for gradient in tape.gradient(logits, values)] == [value.shape for value in values]
+    assert [gradient.shape for gradient in tape.gradient(logits, values)] == [
+        value.shape for value in values
+    ]
 
 
 def test_speednet96_residual_skips_the_last_two_convolutions():
     model = MODELS["speednet96"]()
     for group in (1, 2, 3):
-        norm, shortcut = (tensor._keras_history[0].name for tensor in model.get_layer(f"group{group}_add").input)
+        norm, shortcut = (
+            tensor._keras_history[0].name for tensor in model.get_layer(f"group{group}_add").input
+        )
         assert (norm, shortcut) == (f"group{group}_norm3", f"group{group}_gelu1")
 
 

@@ -82,10 +82,14 @@ def of_levels():
 
 
 def cut_off(**options):
-    """Return a model with a convolution whose weights have no gradient, except that of a regularizer."""
+    """Return a model with a convolution whose weights have no gradient, except that of a
+    regularizer.
+    """
     images = L.Input((24, 24, 3))
     stopped = Computes(tf.stop_gradient)(L.Conv2D(2, 3, name="stopped", **options)(images))
-    decayed = Computes(tf.stop_gradient)(L.Conv2D(2, 3, use_bias=False, kernel_regularizer="l2")(images))
+    decayed = Computes(tf.stop_gradient)(
+        L.Conv2D(2, 3, use_bias=False, kernel_regularizer="l2")(images)
+    )
     return keras.Model(images, L.Dense(10)(L.Flatten()(stopped + decayed)))
 
 
@@ -138,11 +142,19 @@ def test_models_that_towers_can_train(make):
         (cut_off, {}, "stopped/kernel, stopped/bias; set trainable=False"),
         (of_levels, {}, "integers"),
         (lambda: net(L.Conv2D(2, 3, dtype="bfloat16", name="narrow")), {}, "narrow/kernel"),
-        (lambda: net(L.Conv2D(2, 3, dtype="bfloat16", name="frozen", trainable=False)), {}, "frozen/kernel"),
+        (
+            lambda: net(L.Conv2D(2, 3, dtype="bfloat16", name="frozen", trainable=False)),
+            {},
+            "frozen/kernel",
+        ),
         (with_two_of_a_name, {}, "same/kernel"),
         (lambda: net(L.SpectralNormalization(L.Conv2D(2, 3))), {}, "kernel"),
         (Trained, {}, "train_step"),
-        (lambda: net(L.BatchNormalization(synchronized=True, name="norm")), {}, "norm.*--batch_statistics"),
+        (
+            lambda: net(L.BatchNormalization(synchronized=True, name="norm")),
+            {},
+            "norm.*--batch_statistics",
+        ),
         (lambda: net(Scaled("float32", name="own")), {"synchronized": True}, "own/calls"),
     ],
 )
@@ -171,7 +183,9 @@ def test_arguments_are_passed_by_name():
 
 
 def test_a_sequential_model_becomes_a_graph_of_its_layers():
-    """Stages, activations and the features before the last layer need this graph, and checkpoints the names."""
+    """Stages, activations and the features before the last layer need this graph, and checkpoints
+    the names.
+    """
     made = []
 
     def make():
@@ -186,9 +200,14 @@ def test_a_sequential_model_becomes_a_graph_of_its_layers():
 def test_a_model_with_a_graph_is_trained_with_its_own_call():
     """Training and evaluation rebuild models with more outputs."""
     model = checked(OwnCall)
-    rebuilt, images = keras.Model(model.input, model.output), np.random.default_rng(0).random((2, 24, 24, 3), "f4")
+    rebuilt, images = (
+        keras.Model(model.input, model.output),
+        np.random.default_rng(0).random((2, 24, 24, 3), "f4"),
+    )
     kernel, bias = (variable.numpy() for variable in model.trainable_variables)
-    np.testing.assert_allclose(rebuilt(images), 2 * images.reshape(2, -1) @ kernel + bias, atol=1e-5)
+    np.testing.assert_allclose(
+        rebuilt(images), 2 * images.reshape(2, -1) @ kernel + bias, atol=1e-5
+    )
     assert {v.path for v in rebuilt.variables} == {v.path for v in model.variables}
 
 
@@ -204,8 +223,13 @@ class Narrow(L.BatchNormalization):
 
 @pytest.mark.parametrize("kind", [L.BatchNormalization, Narrow, BatchNorm])
 def test_all_kinds_of_batch_norms_are_synchronized(towers, kind):
-    """Two towers, on halves with different moments, compute what one tower computes on the whole batch."""
-    images = np.random.default_rng(0).normal(size=(8, 6, 6, 3)).astype("f4") * np.repeat([1, 3], 4)[:, None, None, None]
+    """Two towers, on halves with different moments, compute what one tower computes on the whole
+    batch.
+    """
+    images = (
+        np.random.default_rng(0).normal(size=(8, 6, 6, 3)).astype("f4")
+        * np.repeat([1, 3], 4)[:, None, None, None]
+    )
     keras.utils.set_random_seed(0)
     model = user_model.build_model(lambda: net(kind(name="norm"), image_size=6), 6, 10, "float32")
     synchronize(model)
@@ -217,7 +241,9 @@ def test_all_kinds_of_batch_norms_are_synchronized(towers, kind):
         def call(tower, shard):
             return model.stateless_call(weights, statistics, shard, training=True)
 
-        results = run_on_towers_synchronized(call, towers(count), split_batch(tf.constant(images), towers(count)))
+        results = run_on_towers_synchronized(
+            call, towers(count), split_batch(tf.constant(images), towers(count))
+        )
         return tf.concat([logits for logits, _ in results], 0), [values for _, values in results]
 
     (one, _), (two, new_statistics) = run(1), run(2)

@@ -27,11 +27,27 @@ def tf_config(kind="worker", index=0, **cluster):
     ("environment", "settings", "expected"),
     [
         ({}, {"workers": "a:5000,b:5000,c:5000", "worker_index": 2}, Workers(THREE, 2)),
-        ({}, {"workers": "[::1]:1,[fd00::2]:1", "worker_index": 0}, Workers(("[::1]:1", "[fd00::2]:1"), 0)),
+        (
+            {},
+            {"workers": "[::1]:1,[fd00::2]:1", "worker_index": 0},
+            Workers(("[::1]:1", "[fd00::2]:1"), 0),
+        ),
         (tf_config(index=1), {}, Workers(THREE, 1)),
-        (tf_config("worker", 1, chief=["a:5000"], worker=["b:5000", "c:5000"]), {}, Workers(THREE, 2)),
-        (tf_config("chief", 0, chief=["a:5000"], worker=["b:5000", "c:5000"]), {}, Workers(THREE, 0)),
-        (tf_config(), {"workers": "x:1,y:1", "worker_index": 1}, Workers(("x:1", "y:1"), 1)),  # flags come first
+        (
+            tf_config("worker", 1, chief=["a:5000"], worker=["b:5000", "c:5000"]),
+            {},
+            Workers(THREE, 2),
+        ),
+        (
+            tf_config("chief", 0, chief=["a:5000"], worker=["b:5000", "c:5000"]),
+            {},
+            Workers(THREE, 0),
+        ),
+        (
+            tf_config(),
+            {"workers": "x:1,y:1", "worker_index": 1},
+            Workers(("x:1", "y:1"), 1),
+        ),  # flags come first
         ({"TF_CONFIG": "{}", "SLURM_PROCID": "0"}, {"strategy": "towers"}, None),
     ],
 )
@@ -39,15 +55,23 @@ def test_cluster_from_flags_or_tf_config(environment, settings, expected):
     assert resolved(environment, **settings) == expected
 
 
-@pytest.mark.parametrize(("node", "place", "index"), [("gpu9", 0, 2), ("gpu9", 1, 3), ("gpu10", 1, 1)])
+@pytest.mark.parametrize(
+    ("node", "place", "index"), [("gpu9", 0, 2), ("gpu9", 1, 3), ("gpu10", 1, 1)]
+)
 def test_cluster_from_slurm(monkeypatch, node, place, index):
     """TensorFlow sorts gpu10 before gpu9, where Slurm starts its first task."""
-    variables = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "gpu[9-10]"}
+    variables = {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_NODELIST": "gpu[9-10]",
+    }
     variables |= {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_ID": "40007"}
     variables |= {"SLURMD_NODENAME": node, "SLURM_LOCALID": str(place)}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert resolved(os.environ) == Workers(("gpu10:20007", "gpu10:20008", "gpu9:20007", "gpu9:20008"), index)
+    assert resolved(os.environ) == Workers(
+        ("gpu10:20007", "gpu10:20008", "gpu9:20007", "gpu9:20008"), index
+    )
 
 
 @pytest.mark.parametrize(

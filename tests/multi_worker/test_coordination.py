@@ -1,4 +1,6 @@
-"""Exchange, start and end of workers. What other workers cause is in test_workers.py, with real processes."""
+"""Exchange, start and end of workers. What other workers cause is in test_workers.py, with real
+processes.
+"""
 
 import dataclasses
 from types import SimpleNamespace
@@ -18,13 +20,19 @@ from cifar_towers.training.distributed_step import make_strategy
 
 FROM_TASK = "from remote target /job:worker/replica:0/task:{}"
 CLUSTER = Workers(("a:1", "b:1", "c:1"), 0)
-LOST = "Collective ops is aborted by: {}\nThe error could be from a previous operation. Restart your program to reset."
+LOST = (
+    "Collective ops is aborted by: {}\nThe error could be from a previous operation. "
+    "Restart your program to reset."
+)
 
 
 def test_values_of_the_first_replica_are_gathered(towers):
     """Two replicas of one worker, as on a machine with two GPUs."""
     gather = coordination._make_gather(make_strategy(towers(2)))
-    value = {"a": [1, 2.5, None, True, "é"], "weights": [np.arange(6, dtype=np.float32).reshape(2, 3), np.array(7)]}
+    value = {
+        "a": [1, 2.5, None, True, "é"],
+        "weights": [np.arange(6, dtype=np.float32).reshape(2, 3), np.array(7)],
+    }
     (back,) = gather(value | {"b": np.float32(0.1), "nan": float("nan")})
     assert back["a"] == value["a"] and back["b"] == float(np.float32(0.1)) and np.isnan(back["nan"])
     for mine, theirs in zip(back["weights"], value["weights"], strict=True):
@@ -37,8 +45,8 @@ def test_values_of_the_first_replica_are_gathered(towers):
 A, B, C = "worker 0 of 3 (a:1)", "worker 1 of 3 (b:1)", "worker 2 of 3 (c:1)"
 OOM = "OOM when allocating tensor with shape[9,9]\n"
 SILENT = (
-    "Error reported from /job:worker/task:2: The following tasks are unhealthy (stopped sending heartbeats):\n"
-    "/job:worker/replica:0/task:2\nThe tasks have crashed."
+    "Error reported from /job:worker/task:2: The following tasks are unhealthy (stopped sending "
+    "heartbeats):\n/job:worker/replica:0/task:2\nThe tasks have crashed."
 )
 ABSENT = (
     "The first task at the barrier: /job:worker/replica:0/task:0. Some timed out task names:\n"
@@ -50,8 +58,18 @@ ABSENT = (
     ("index", "text", "exit_code", "named"),
     [
         (0, f"recvmsg:Connection reset by peer\n{FROM_TASK.format(1)} while calling", 5, [B]),
-        (0, f"failed to connect to all addresses\n{FROM_TASK.format(0)} while", 5, [A]),  # as the others see it
-        (1, "Deadline Exceeded\n\nRPC: /tensorflow.CoordinationService/Heartbeat", 5, [A]),  # it is cut off
+        (
+            0,
+            f"failed to connect to all addresses\n{FROM_TASK.format(0)} while",
+            5,
+            [A],
+        ),  # as the others see it
+        (
+            1,
+            "Deadline Exceeded\n\nRPC: /tensorflow.CoordinationService/Heartbeat",
+            5,
+            [A],
+        ),  # it is cut off
         (0, SILENT, 5, [C, "10 s"]),
         (0, f"exit code 3: {B} ended: data: no such file", 3, [B, "no such file"]),
         (0, f"exit code 5: {C} was lost", 5, [C]),
@@ -61,7 +79,9 @@ ABSENT = (
         (0, "from /job:worker/replica:0/task:0 while calling", None, []),
     ],
 )
-def test_errors_about_other_workers_name_them_and_those_of_this_worker_stay(index, text, exit_code, named):
+def test_errors_about_other_workers_name_them_and_those_of_this_worker_stay(
+    index, text, exit_code, named
+):
     """An error of TensorFlow's explains itself, and one of the trainer's that it caused."""
     error = tf.errors.UnavailableError(None, None, LOST.format(text))
     caused = UsageError("the memory is too small for this")
@@ -77,7 +97,9 @@ DATA = Dataset("mine", *(synthetic.make(10, 0, stream) for stream in range(3)))
 
 
 def shared_values(dataset=DATA, **settings):
-    setup = SimpleNamespace(config=TrainConfig(**settings), dataset=dataset, precision="float32", local_towers=[0, 1])
+    setup = SimpleNamespace(
+        config=TrainConfig(**settings), dataset=dataset, precision="float32", local_towers=[0, 1]
+    )
     return trainer.shared_values(setup)
 
 
@@ -89,7 +111,9 @@ def check_refused(values, of_other_worker, named):
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
 def test_workers_with_other_images_are_refused(split):
-    """With other validation images the workers would disagree on the accuracy, and on when to stop."""
+    """With other validation images the workers would disagree on the accuracy, and on when to
+    stop.
+    """
     other = shared_values(DATA._replace(**{split: synthetic.make(10, 0, 3)}))
     check_refused(shared_values(), other, f"{split} images")
 
@@ -99,7 +123,12 @@ def test_other_versions_and_other_code_of_a_worker_are_refused(monkeypatch, tmp_
     (tmp_path / "step.py").write_text("")
     for owner, attribute, value, named in (
         (trainer.tf, "__version__", "2.20.0", "TensorFlow 2.20.0"),
-        (trainer, "__file__", str(tmp_path / "trainer.py"), "the code of cifar_towers.* e3b0c44298fc1c14"),
+        (
+            trainer,
+            "__file__",
+            str(tmp_path / "trainer.py"),
+            "the code of cifar_towers.* e3b0c44298fc1c14",
+        ),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, attribute, value)

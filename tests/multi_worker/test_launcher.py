@@ -6,7 +6,14 @@ import sys
 
 import pytest
 
-from cifar_towers.errors import DataError, DivergedError, RunError, UsageError, WorkerLostError, interrupt_exit_code
+from cifar_towers.errors import (
+    DataError,
+    DivergedError,
+    RunError,
+    UsageError,
+    WorkerLostError,
+    interrupt_exit_code,
+)
 from cifar_towers.multi_worker import launcher
 
 PROGRAM = """
@@ -20,7 +27,9 @@ starts = sum(line.startswith(str(index)) for line in open(sys.argv[1]))
 
 @pytest.fixture
 def launch(tmp_path):
-    """launch(program, ...) -> (exit code, a line of words for each start, lines that the launcher logged)."""
+    """launch(program, ...) -> (exit code, a line of words for each start, lines that the launcher
+    logged).
+    """
 
     def run(program, num_workers=0, max_restarts=3):
         logged, log = [], tmp_path / "log"
@@ -32,7 +41,11 @@ def launch(tmp_path):
 
 
 FINAL = [0, UsageError.exit_code, DataError.exit_code, DivergedError.exit_code]
-RESTARTED = [RunError.exit_code, WorkerLostError.exit_code, *map(interrupt_exit_code, (signal.SIGKILL, signal.SIGTERM))]
+RESTARTED = [
+    RunError.exit_code,
+    WorkerLostError.exit_code,
+    *map(interrupt_exit_code, (signal.SIGKILL, signal.SIGTERM)),
+]
 
 
 EXITS = [
@@ -53,7 +66,10 @@ def test_workers_get_an_index_and_a_share_of_the_cores(launch):
     code, starts, _ = launch("sys.exit(0)", num_workers=2)
     assert code == 0 and sorted(line[0] for line in starts) == ["0", "1"]
     flags = [dict(flag.split("=") for flag in line[3:]) for line in starts]
-    assert flags[0]["--workers"] == flags[1]["--workers"] and len(set(flags[0]["--workers"].split(","))) == 2
+    assert (
+        flags[0]["--workers"] == flags[1]["--workers"]
+        and len(set(flags[0]["--workers"].split(","))) == 2
+    )
     assert {flag["--strategy"] for flag in flags} == {"multi_worker"}
     cores = len(os.sched_getaffinity(0))
     assert sum(int(line[1]) for line in starts) == (cores if cores > 1 else 2)
@@ -70,7 +86,8 @@ ALL_STARTED = "while len(open(sys.argv[1]).readlines()) % 3: time.sleep(0.01)\n"
 
 def test_failed_worker_ends_the_others_and_is_named(launch, monkeypatch, capfd):
     monkeypatch.setattr(launcher, "EXIT_TIMEOUT_SECONDS", 0.2)
-    program = f"if index == 1:\n    {ALL_STARTED}    os.write(1, b'last words \\xff'); sys.exit(5)\ntime.sleep(60)"
+    last = "os.write(1, b'last words \\xff'); sys.exit(5)"
+    program = f"if index == 1:\n    {ALL_STARTED}    {last}\ntime.sleep(60)"
     code, starts, logged = launch(program, num_workers=3, max_restarts=1)
     assert code == 5 and len(starts) == 6
     (line,) = logged

@@ -1,4 +1,6 @@
-"""Real workers on the loopback: they train as towers do, and read and write the same checkpoints."""
+"""Real workers on the loopback: they train as towers do, and read and write the same
+checkpoints.
+"""
 
 import functools
 import json
@@ -35,12 +37,20 @@ def shared(small_folder):
 def flags(shared):
     """Return the flags of a small model with dropout, batch normalization and a moving average."""
     model = net("without_weight_loss")
-    return [*shared, f"--model={model}", "--ema_decay=0.5", "--max_steps=4", "--summary_every_steps=2"]
+    return [
+        *shared,
+        f"--model={model}",
+        "--ema_decay=0.5",
+        "--max_steps=4",
+        "--summary_every_steps=2",
+    ]
 
 
 def run_all(train_dir, *flags, workers=0):
     """Run a training that must succeed, in so many processes or in one."""
-    program = ["launch", f"--num_workers={workers}", "--max_restarts=0", "--"] if workers else ["train"]
+    program = (
+        ["launch", f"--num_workers={workers}", "--max_restarts=0", "--"] if workers else ["train"]
+    )
     process = start(*program, *flags, f"--train_dir={train_dir}")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
@@ -48,13 +58,17 @@ def run_all(train_dir, *flags, workers=0):
 
 @pytest.fixture
 def start_worker(flags, tmp_path):
-    """Return a function that starts one of two workers, named by TF_CONFIG, which train in tmp_path / "run"."""
+    """Return a function that starts one of two workers, named by TF_CONFIG, which train in tmp_path
+    / "run".
+    """
     addresses = free_addresses(2)
 
     def start_one(index, *more):
         cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
         place = f"--train_dir={tmp_path / 'run'}"
-        return start("train", *flags, "--strategy=multi_worker", place, *more, TF_CONFIG=json.dumps(cluster))
+        return start(
+            "train", *flags, "--strategy=multi_worker", place, *more, TF_CONFIG=json.dumps(cluster)
+        )
 
     start_one.addresses = addresses
     return start_one
@@ -68,7 +82,9 @@ def wait_for(path, process):
     """Wait until a process has created a file."""
     deadline = time.monotonic() + 120
     while not path.exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=1)[0]
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate(
+            timeout=1
+        )[0]
         time.sleep(0.02)
 
 
@@ -78,7 +94,9 @@ def weights(train_dir):
 
 def assert_same_variables(one, other, rtol=0.0, atol=0.0, ignored=()):
     """Compare all variables in the last checkpoints of two runs."""
-    values, expected = (read_checkpoint(find_checkpoint(train_dir))[0] for train_dir in (one, other))
+    values, expected = (
+        read_checkpoint(find_checkpoint(train_dir))[0] for train_dir in (one, other)
+    )
     assert values.keys() == expected.keys()
     for name, value in expected.items():
         if not name.startswith(ignored):
@@ -88,7 +106,11 @@ def assert_same_variables(one, other, rtol=0.0, atol=0.0, ignored=()):
 def test_two_workers_train_as_two_towers(flags, tmp_path):
     """To rounding, as the towers here share the cores differently; bits are compared below."""
     run_all(tmp_path / "workers", *flags, workers=2)
-    run(parse_command_line(TrainConfig, [*flags, "--num_gpus=2", f"--train_dir={tmp_path / 'towers'}"]))
+    run(
+        parse_command_line(
+            TrainConfig, [*flags, "--num_gpus=2", f"--train_dir={tmp_path / 'towers'}"]
+        )
+    )
     assert_same_variables(tmp_path / "workers", tmp_path / "towers", rtol=1e-4, atol=1e-6)
 
 
@@ -98,11 +120,17 @@ def test_two_workers_have_the_same_bits_as_two_towers(flags, tmp_path):
     run_all(tmp_path / "towers", *flags, "--num_gpus=2")
     assert weights(tmp_path / "workers") == weights(tmp_path / "towers")
     assert_same_variables(tmp_path / "workers", tmp_path / "towers")
-    ours, others = (files.read_json(tmp_path / name / "result.json")["evaluations"] for name in ("workers", "towers"))
+    ours, others = (
+        files.read_json(tmp_path / name / "result.json")["evaluations"]
+        for name in ("workers", "towers")
+    )
     for one, other in zip(ours, others, strict=True):
         assert one.pop("loss") == pytest.approx(other.pop("loss"))
         assert one == other and one["count"] == 40
-    lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("workers", "towers")]
+    lines = [
+        (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        for name in ("workers", "towers")
+    ]
     for one, other in zip(*(map(json.loads, each) for each in lines), strict=True):
         for name in ("kind", "step", "accuracy", "count", "confusion"):
             assert one.get(name) == other.get(name)
@@ -133,28 +161,45 @@ LOST = r"lost: worker {} of 2 \({}\) "
     [
         ([(0, "--seed=0")], [5], [LOST.format(1, "{1}")]),
         ([(1, "--seed=0")], [5], [LOST.format(0, "{0}")]),
-        ([(0, "--seed=0"), (1, "--workers={0},{2} --worker_index=1")], [5, 5], [LOST.format("[01]", r"\S+")] * 2),
-        ([(0, "--seed=0"), (1, "--seed=1")], [2, 2], ["worker 1 of 2 .* seed 1.* worker 0 .* 0"] * 2),
+        (
+            [(0, "--seed=0"), (1, "--workers={0},{2} --worker_index=1")],
+            [5, 5],
+            [LOST.format("[01]", r"\S+")] * 2,
+        ),
+        (
+            [(0, "--seed=0"), (1, "--seed=1")],
+            [2, 2],
+            ["worker 1 of 2 .* seed 1.* worker 0 .* 0"] * 2,
+        ),
     ],
     ids=["no worker 1", "no chief", "different lists", "different seeds"],
 )
-def test_bad_cluster_ends_every_worker_with_a_line_that_names_it(start_worker, started, codes, lines):
+def test_bad_cluster_ends_every_worker_with_a_line_that_names_it(
+    start_worker, started, codes, lines
+):
     addresses = [*start_worker.addresses, *free_addresses(1)]
     processes = [start_worker(i, *more.format(*addresses).split()) for i, more in started]
     outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
     assert [process.returncode for process in processes] == codes, outputs
     for output, line in zip(outputs, lines, strict=True):
-        assert re.search(line.format(*addresses), output.splitlines()[-1]) and "Traceback" not in output, output
+        assert (
+            re.search(line.format(*addresses), output.splitlines()[-1])
+            and "Traceback" not in output
+        ), output
 
 
 def listening_ports(pid):
     connections = psutil.net_connections("tcp")
-    return {one.laddr.port for one in connections if one.pid == pid and one.status == psutil.CONN_LISTEN}
+    return {
+        one.laddr.port for one in connections if one.pid == pid and one.status == psutil.CONN_LISTEN
+    }
 
 
 @pytest.mark.slow
 def test_workers_open_one_port_each_and_a_signal_to_one_saves_and_ends_all(start_worker, tmp_path):
-    workers = [start_worker(index, "--max_steps=4000", "--checkpoint_every_steps=10") for index in range(2)]
+    workers = [
+        start_worker(index, "--max_steps=4000", "--checkpoint_every_steps=10") for index in range(2)
+    ]
     wait_for(tmp_path / "run" / "step-10.npz", workers[0])
     ports = [listening_ports(worker.pid) for worker in workers]
     workers[1].send_signal(signal.SIGTERM)
@@ -167,10 +212,19 @@ def test_workers_open_one_port_each_and_a_signal_to_one_saves_and_ends_all(start
 
 @pytest.mark.slow
 def test_lost_worker_is_named_and_all_are_restarted(flags, tmp_path):
-    flags = [*flags, "--max_steps=300", "--checkpoint_every_steps=10", f"--train_dir={tmp_path / 'run'}"]
+    flags = [
+        *flags,
+        "--max_steps=300",
+        "--checkpoint_every_steps=10",
+        f"--train_dir={tmp_path / 'run'}",
+    ]
     launcher = start("launch", "--num_workers=2", "--max_restarts=1", "--", *flags)
     wait_for(tmp_path / "run" / "step-10.npz", launcher)
     psutil.Process(launcher.pid).children()[1].kill()
     output, _ = launcher.communicate(timeout=300)
     assert launcher.returncode == 0, output
-    assert lines_with(output, "worker 1 of 2") and lines_with(output, "restart 1 ", " 1") and "resuming" in output
+    assert (
+        lines_with(output, "worker 1 of 2")
+        and lines_with(output, "restart 1 ", " 1")
+        and "resuming" in output
+    )

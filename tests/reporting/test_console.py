@@ -13,14 +13,20 @@ UNKNOWN = ProgressStatus(10, 1.5, 0.5, 0.1, None)
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_pipe_gets_one_plain_line_per_epoch_and_a_terminal_a_live_line(terminal):
     out = io.StringIO()
-    progress = Progress(RunLength(10, 20, 20), Console(file=out, force_terminal=terminal, width=200, highlight=False))
+    progress = Progress(
+        RunLength(10, 20, 20),
+        Console(file=out, force_terminal=terminal, width=200, highlight=False),
+    )
     progress.activity("compiling")
     for step in range(1, 11):
         progress.step(ProgressStatus(step, 2.0, 0.25, 0.1, 1234.5))
     progress.epoch(STATUS)
     progress.epoch(UNKNOWN)
     text = out.getvalue()
-    assert all(part in text for part in ("1.00/2.00", "1.5000", "50.00 %", "1,234 ", "0:01:05", "step 8", " - images"))
+    assert all(
+        part in text
+        for part in ("1.00/2.00", "1.5000", "50.00 %", "1,234 ", "0:01:05", "step 8", " - images")
+    )
     assert ("\x1b" in text) == ("2.0000" in text) == terminal
     assert terminal or (text.count("\n") == 2 and text.replace("\n", "").isprintable())
 

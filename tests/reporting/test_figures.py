@@ -1,4 +1,6 @@
-"""Pictures show the numbers and images that they are given, and nothing is cut off or lies upon something else."""
+"""Pictures show the numbers and images that they are given, and nothing is cut off or lies upon
+something else.
+"""
 
 import math
 
@@ -10,9 +12,14 @@ from cifar_towers.reporting import figures
 
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SHAPES = ("chequered ring", "striped disc", "plain square")
-LONG = "a title so long that a picture of its width would be wider than any page that it could stand on, and no page is"
+LONG = (
+    "a title so long that a picture of its width would be wider than any page that it could "
+    "stand on, and no page is"
+)
 EPOCHS = np.arange(1, 21)
-GAPS = np.outer(np.arange(10) != 2, np.arange(10) != 7)  # one class has no examples, and one is never predicted
+GAPS = np.outer(
+    np.arange(10) != 2, np.arange(10) != 7
+)  # one class has no examples, and one is never predicted
 
 
 def counts(classes, accuracy=0.94):
@@ -34,13 +41,23 @@ def band(bend):
 PICTURES = {
     "gaps": lambda: figures.confusion_matrix(counts(10, 0.3) * GAPS, CIFAR, LONG),
     "no examples": lambda: figures.confusion_matrix(np.zeros((3, 3), int), SHAPES, "none"),
-    "28 classes": lambda: figures.confusion_matrix(counts(28), [f"chequered ring {i}" for i in range(28)], "28"),
-    "100 classes": lambda: figures.confusion_matrix(counts(100), [f"ring {i}" for i in range(100)], "100"),
+    "28 classes": lambda: figures.confusion_matrix(
+        counts(28), [f"chequered ring {i}" for i in range(28)], "28"
+    ),
+    "100 classes": lambda: figures.confusion_matrix(
+        counts(100), [f"ring {i}" for i in range(100)], "100"
+    ),
     "no images": lambda: figures.image_grid(images(0), [], "mistakes"),
     "one image": lambda: figures.image_grid(images(1), ["cat 98 %\nis dog"], LONG),
-    "images": lambda: figures.image_grid(images(13), ["chequered ring 98 %\nis striped disc"] * 13, "13"),
-    "curves": lambda: figures.line_plot({f"chequered ring {i}": band(i + 1) for i in range(8)}, LONG),
-    "a point": lambda: figures.line_plot({"$x$": ([1], [math.nan]), "_y": ([1], [0.5])}, "costs $1 or $2"),
+    "images": lambda: figures.image_grid(
+        images(13), ["chequered ring 98 %\nis striped disc"] * 13, "13"
+    ),
+    "curves": lambda: figures.line_plot(
+        {f"chequered ring {i}": band(i + 1) for i in range(8)}, LONG
+    ),
+    "a point": lambda: figures.line_plot(
+        {"$x$": ([1], [math.nan]), "_y": ([1], [0.5])}, "costs $1 or $2"
+    ),
     "no curves": lambda: figures.line_plot({}, "no curves"),
 }
 LARGE = ("28 classes", "100 classes")
@@ -60,12 +77,18 @@ def drawn(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in PICTURES]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in PICTURES],
 )
 def test_pictures_are_small_and_have_a_margin(drawn, name):
     """An opaque picture with a clean margin; no text of Matplotlib lies upon another."""
     picture = PICTURES[name]()
-    assert picture.dtype == np.uint8 and picture.ndim == 3 and picture.shape[2] == 3 and max(picture.shape) < 2000
+    assert (
+        picture.dtype == np.uint8
+        and picture.ndim == 3
+        and picture.shape[2] == 3
+        and max(picture.shape) < 2000
+    )
     inside = np.zeros(picture.shape[:2], bool)
     inside[16:-16, 16:-16] = True
     assert (picture[~inside] == 255).all() and np.ptp(picture[inside]) > 100
@@ -73,12 +96,16 @@ def test_pictures_are_small_and_have_a_margin(drawn, name):
         texts[0].figure.draw_without_rendering()  # legends lie where they were drawn last
         boxes = [text.get_window_extent() for text in texts if text.get_rotation() != 45]
         starts, ends = (np.array([getattr(box, name) for box in boxes]) for name in ("min", "max"))
-        common = (np.minimum(ends[:, None], ends) - np.maximum(starts[:, None], starts)).min(2)  # of every two
+        common = (np.minimum(ends[:, None], ends) - np.maximum(starts[:, None], starts)).min(
+            2
+        )  # of every two
         assert np.triu(common, 1).max() <= 1.5  # pixels
 
 
 def test_confusion_matrix_shows_shares_recall_precision_and_accuracy(drawn):
-    """Shares take at most four characters, and one that is not whole is not rounded to 0 or 100 %."""
+    """Shares take at most four characters, and one that is not whole is not rounded to 0 or 100
+    %.
+    """
     figures.confusion_matrix(np.array([[9999, 1, 0], [4, 95, 1], [0, 0, 0]]), SHAPES, "$x$")
     texts = drawn()
     lines = {line for text in texts for line in text.get_text().split("\n")}
@@ -100,7 +127,9 @@ def test_legend_is_beside_the_plot_in_the_order_of_last_values(drawn):
 @pytest.mark.parametrize(("number", "side", "columns"), [(5, 32, 3), (3, 28, 8), (2, 64, 8)])
 def test_image_grid_enlarges_every_pixel(number, side, columns):
     shown = images(number, side)
-    sheet = figures.image_grid(shown, [f"cat 9{i} %\nis dog" for i in range(number)], "mistakes", columns)
+    sheet = figures.image_grid(
+        shown, [f"cat 9{i} %\nis dog" for i in range(number)], "mistakes", columns
+    )
     factor = round(96 / side)
     for image in shown:
         big = image.repeat(factor, 0).repeat(factor, 1)

@@ -16,7 +16,11 @@ def test_seconds_by_phase_and_images_per_second(spend):
     """With those of the checkpoint that the run goes on from."""
     timer = PhaseTimer()
     timer.resume({"seconds": {"train": 3.0, "save": 1.0}, "images": 300})
-    for phase, seconds, is_traced in (("compile", 50, False), ("input", 1, True), ("input", 1, True)):
+    for phase, seconds, is_traced in (
+        ("compile", 50, False),
+        ("input", 1, True),
+        ("input", 1, True),
+    ):
         spend(seconds)
         timer.end_phase(phase)
         spend(2)
@@ -26,10 +30,13 @@ def test_seconds_by_phase_and_images_per_second(spend):
     spend(7)
     timer.end_phase("evaluate")
     assert timer.metadata() == {
-        "seconds": {"compile": 52, "input": 2, "train": 7, "report": 1.5, "evaluate": 7, "save": 1}, "images": 500,
-    }  # fmt: skip
+        "seconds": {"compile": 52, "input": 2, "train": 7, "report": 1.5, "evaluate": 7, "save": 1},
+        "images": 500,
+    }
     assert timer.images_per_sec() == 500 / 10.5 and training_seconds(timer.seconds) == 62.5
-    assert timer.recent_rates() == pytest.approx((200 / 7, 2 / 7))  # with the logging before each of both steps
+    assert timer.recent_rates() == pytest.approx(
+        (200 / 7, 2 / 7)
+    )  # with the logging before each of both steps
     assert timer.summary() == {"seconds": dict(timer.seconds), "images_per_sec": 500 / 10.5}
 
 

@@ -45,9 +45,13 @@ def logger_of(directory, num_classes=3, num_images=50, steps=1, **settings):
 
 
 def evaluate(split, *kinds):
-    """Return evaluations of a net that is wrong about every 7th image; one per kind (weights, tta)."""
+    """Return evaluations of a net that is wrong about every 7th image; one per kind (weights,
+    tta).
+    """
     classes = len(split.info.class_names)
-    logits = 3.0 * np.eye(classes)[(split.labels + (np.arange(len(split.labels)) % 7 == 0)) % classes]
+    logits = (
+        3.0 * np.eye(classes)[(split.labels + (np.arange(len(split.labels)) % 7 == 0)) % classes]
+    )
     return [Evaluation("test", weights, tta, Score(split.labels, logits)) for weights, tta in kinds]
 
 
@@ -58,15 +62,26 @@ def test_an_evaluation_leaves_pictures_of_the_score_that_the_run_reports(tmp_pat
     logger, split = logger_of(tmp_path)
     evaluations = evaluate(split, ("ema", 2), ("ema", 0), ("raw", 0))
     records = logger.log_evaluation(1, evaluations, {"test": split}, final=True)
-    assert [(record["weights"], record["tta"]) for record in records] == [("ema", 2), ("ema", 0), ("raw", 0)]
+    assert [(record["weights"], record["tta"]) for record in records] == [
+        ("ema", 2),
+        ("ema", 0),
+        ("raw", 0),
+    ]
     images, captions, title = draw.call_args.args
     indices = [int(caption.rpartition("\nimage ")[2]) for caption in captions]
     assert "test/ema_tta2" in title and sorted(indices) == list(range(0, 50, 7))
     assert (images == split.images[indices]).all()
     for name in ("mistakes.png", "confusion.png"):
         assert min(Image.open(tmp_path / name).size) > 100
-    tags = {f"{kind}/test/{weights}" for kind in ("accuracy", "loss", "ece") for weights in ("raw", "ema", "ema_tta2")}
-    assert set(events_of(tmp_path / "eval").Tags()["tensors"]) == tags | {"mistakes/test", "confusion/test"}
+    tags = {
+        f"{kind}/test/{weights}"
+        for kind in ("accuracy", "loss", "ece")
+        for weights in ("raw", "ema", "ema_tta2")
+    }
+    assert set(events_of(tmp_path / "eval").Tags()["tensors"]) == tags | {
+        "mistakes/test",
+        "confusion/test",
+    }
 
 
 def test_a_thousand_classes_have_mistakes_but_no_confusion_matrix(tmp_path):
@@ -78,9 +93,16 @@ def test_a_thousand_classes_have_mistakes_but_no_confusion_matrix(tmp_path):
 
 def test_the_result_ends_with_the_score_that_the_run_reports(tmp_path, capsys):
     logger, split = logger_of(tmp_path)
-    records = logger.log_evaluation(1, evaluate(split, ("ema", 2), ("raw", 2)), {"test": split}, final=False)
+    records = logger.log_evaluation(
+        1, evaluate(split, ("ema", 2), ("raw", 2)), {"test": split}, final=False
+    )
     records[1]["accuracy"] = 1.0
-    result = {"step": 1, "seconds": {"train": 75.0}, "images_per_sec": 100.0, "weights_sha256": "ab" * 32}
+    result = {
+        "step": 1,
+        "seconds": {"train": 75.0},
+        "images_per_sec": 100.0,
+        "weights_sha256": "ab" * 32,
+    }
     logger.log_result(result | {"evaluations": records})
     output = capsys.readouterr().out
     assert lines_with(output.splitlines()[-1], "84.00 %", "ema", "TTA 2", "50 ")
@@ -88,14 +110,18 @@ def test_the_result_ends_with_the_score_that_the_run_reports(tmp_path, capsys):
 
 
 def test_an_installed_copy_ignores_the_repository_around_it(monkeypatch):
-    assert run_logger.describe_machine()["git_revision"] != "unknown" or not (ROOT / ".git").exists()
+    assert (
+        run_logger.describe_machine()["git_revision"] != "unknown" or not (ROOT / ".git").exists()
+    )
     monkeypatch.setattr(run_logger, "__file__", str(ROOT / "tests" / "a" / "b" / "run_logger.py"))
     machine = run_logger.describe_machine()
     assert machine["git_revision"] == "unknown" and json.dumps(machine)
 
 
 def test_memory_of_host_and_gpus(monkeypatch):
-    monkeypatch.setattr(tf.config.experimental, "get_memory_info", lambda gpu: {"current": 5e9, "peak": 6e9})
+    monkeypatch.setattr(
+        tf.config.experimental, "get_memory_info", lambda gpu: {"current": 5e9, "peak": 6e9}
+    )
     values = memory_usage([*TOWERS, Tower(1, "/GPU:0")])
     assert values.pop("memory/host_mb") > 100 and values == {"memory/GPU:0_mb": 6000}
 
@@ -111,7 +137,9 @@ def profile(directory, steps, profile_steps="2:5"):
     return [path.read_bytes() for path in directory.glob("train/plugins/profile/*/*.xplane.pb")]
 
 
-@pytest.mark.parametrize(("steps", "num_traces"), [(range(8), 1), (range(4), 1), (range(2), 0), (range(3, 8), 0)])
+@pytest.mark.parametrize(
+    ("steps", "num_traces"), [(range(8), 1), (range(4), 1), (range(2), 0), (range(3, 8), 0)]
+)
 def test_trace_of_the_steps_that_are_profiled(tmp_path, steps, num_traces):
     traces = profile(tmp_path, steps)
     assert len(traces) == num_traces and all(b"MatrixInverse" in trace for trace in traces)

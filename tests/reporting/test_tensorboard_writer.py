@@ -33,9 +33,18 @@ def test_a_run_has_its_settings_beside_its_result(tmp_path):
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
     provider = MultiplexerDataProvider(multiplexer, str(tmp_path))
     context = backend_context.Context(TBContext(logdir=str(tmp_path), data_provider=provider))
-    request = api_pb2.ListSessionGroupsRequest(slice_size=9, allowed_statuses=api_pb2.Status.values())
-    (shown,) = list_session_groups.Handler(RequestContext(), context, "", request).run().session_groups
+    request = api_pb2.ListSessionGroupsRequest(
+        slice_size=9, allowed_statuses=api_pb2.Status.values()
+    )
+    (shown,) = (
+        list_session_groups.Handler(RequestContext(), context, "", request).run().session_groups
+    )
     assert shown.name == "done/eval"
-    assert [(metric.name.tag, metric.value) for metric in shown.metric_values] == [("accuracy/test/ema", 0.75)]
-    assert shown.hparams.keys() == SETTINGS.keys() and shown.hparams["recipe"].string_value == "speed94"
+    assert [(metric.name.tag, metric.value) for metric in shown.metric_values] == [
+        ("accuracy/test/ema", 0.75)
+    ]
+    assert (
+        shown.hparams.keys() == SETTINGS.keys()
+        and shown.hparams["recipe"].string_value == "speed94"
+    )
     assert shown.hparams["lr"].number_value == 0.25

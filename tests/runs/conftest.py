@@ -1,4 +1,6 @@
-"""A small synthetic set for all runs of this folder, and two finished runs for tests that only read one."""
+"""A small synthetic set for all runs of this folder, and two finished runs for tests that only read
+one.
+"""
 
 import functools
 import shutil
@@ -14,7 +16,9 @@ from tests.runs.short_runs import QUICK, TINY, Recorder, run, small_runs
 
 @functools.cache
 def small_splits():
-    """Return 2,000 + 500 synthetic images in the size that the runs here take, so that no start resizes them."""
+    """Return 2,000 + 500 synthetic images in the size that the runs here take, so that no start
+    resizes them.
+    """
     splits = synthetic.make(2000, 0, 0), synthetic.make(500, 0, 1)
     return [replace(split, images=resize_all(split.images, QUICK.image_size)) for split in splits]
 
@@ -29,12 +33,16 @@ def small_synthetic_set():
 def finished_run(directory, config, **settings):
     """Return the directory of a run on two towers and its result."""
     with small_runs(*small_splits()):
-        return directory, run(config, directory, num_gpus=2, checkpoint_every_steps=9, tta=2, **settings)
+        return directory, run(
+            config, directory, num_gpus=2, checkpoint_every_steps=9, tta=2, **settings
+        )
 
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
-    """Train the tiny model, once for all tests that only read the run; return what a callback was told, too."""
+    """Train the tiny model, once for all tests that only read the run; return what a callback was
+    told, too.
+    """
     directory, recorder = tmp_path_factory.mktemp("runs") / "tiny", Recorder()
     return *finished_run(directory, TINY, profile_steps="1:3", callbacks=[recorder]), recorder
 
@@ -47,7 +55,13 @@ def speednet_run(tmp_path_factory):
 
 @pytest.fixture
 def saved_run(tmp_path, tiny_run):
-    """Return the directory of a run with TINY on two towers, with checkpoints of steps 9, 18 and 20."""
+    """Return the directory of a run with TINY on two towers, with checkpoints of steps 9, 18 and
+    20.
+    """
     directory = shutil.copytree(tiny_run[0], tmp_path / "saved")
-    assert [path.name for path in list_checkpoints(directory)] == ["step-9.npz", "step-18.npz", "step-20.npz"]
+    assert [path.name for path in list_checkpoints(directory)] == [
+        "step-9.npz",
+        "step-18.npz",
+        "step-20.npz",
+    ]
     return directory

@@ -20,19 +20,32 @@ from cifar_towers.signals import StopSignals
 from tests.configs import TINY_NET, recipe
 
 QUICK = recipe(
-    "smoke", model="speednet_proxy", image_size=20, image_size_schedule="0=18,50%=20", shift=0, batch_size=200, tta=0,
-    whitening_images=500, precision="float32", summary_every_steps=5, ema_decay=0.5,
-)  # fmt: skip
+    "smoke",
+    model="speednet_proxy",
+    image_size=20,
+    image_size_schedule="0=18,50%=20",
+    shift=0,
+    batch_size=200,
+    tta=0,
+    whitening_images=500,
+    precision="float32",
+    summary_every_steps=5,
+    ema_decay=0.5,
+)
 STEPS = 20
 RATES = {"learning_rate": 0.1, "bias_learning_rate": 0.0, "whitening_learning_rate": 0.0}
-TINY = replace(QUICK, model=TINY_NET, image_size_schedule="", num_gpus=1, **RATES)  # where the model does not matter
+TINY = replace(
+    QUICK, model=TINY_NET, image_size_schedule="", num_gpus=1, **RATES
+)  # where the model does not matter
 
 
 @contextlib.contextmanager
 def small_runs(*splits):
-    """Replace the synthetic set by these two splits, if given; leave out two things that take time in every run.
+    """Replace the synthetic set by these two splits, if given; leave out two things that take time
+    in every run.
 
-    These are the confusion matrix and the check of a user's model, which tests/models/test_user_model.py tests.
+    These are the confusion matrix and the check of a user's model, which
+    tests/models/test_user_model.py tests.
     """
     with pytest.MonkeyPatch.context() as patch:
         if splits:
@@ -89,7 +102,9 @@ class Recorder:
 
 
 def stopped_after(step, directory, place):
-    """Copy a run as it was if a kill came when nothing later than this step was saved: with its later records."""
+    """Copy a run as it was if a kill came when nothing later than this step was saved: with its
+    later records.
+    """
     copy = shutil.copytree(directory, place)
     for checkpoint in list_checkpoints(copy):
         if checkpoint != checkpoint_path(copy, step):

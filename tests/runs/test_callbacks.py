@@ -16,19 +16,32 @@ from tests.runs.short_runs import STEPS, TINY, Recorder, records_of, run
 def test_a_callback_is_told_all_that_is_recorded(tiny_run):
     """That it changes nothing is what the runs without one prove, which end with the same bits."""
     directory, _, recorder = tiny_run
-    assert recorder.calls[0] == ("start", directory) and recorder.calls[-1] == ("end", directory, True)
+    assert recorder.calls[0] == ("start", directory) and recorder.calls[-1] == (
+        "end",
+        directory,
+        True,
+    )
     steps = {call[1]: call[2] for call in recorder.calls if call[0] == "step"}
     assert list(steps) == list(range(1, STEPS + 1))
     for record in records_of(directory, "train"):
         metrics = steps[record["step"]]
         assert all(type(value) is float for value in metrics.values())
-        assert metrics["loss"] == record["loss"] and metrics["learning_rate"] == record["learning_rate"]
-        assert metrics.get("tower_1/loss") == (record["towers"]["loss"][1] if "towers" in record else None)
+        assert (
+            metrics["loss"] == record["loss"]
+            and metrics["learning_rate"] == record["learning_rate"]
+        )
+        assert metrics.get("tower_1/loss") == (
+            record["towers"]["loss"][1] if "towers" in record else None
+        )
     told = [(call[1], call[2]["accuracy"]) for call in recorder.calls if call[0] == "evaluation"]
-    assert told == [(record["step"], record["accuracy"]) for record in records_of(directory, "eval")]
+    assert told == [
+        (record["step"], record["accuracy"]) for record in records_of(directory, "eval")
+    ]
 
 
-@pytest.mark.parametrize(("hook", "error"), [("on_step", SystemExit(0)), ("on_evaluation", OSError(101))])
+@pytest.mark.parametrize(
+    ("hook", "error"), [("on_step", SystemExit(0)), ("on_evaluation", OSError(101))]
+)
 def test_an_error_of_a_callback_is_raised_once_the_step_is_saved(tmp_path, hook, error):
     """Also where the target is reached."""
 
@@ -37,7 +50,13 @@ def test_an_error_of_a_callback_is_raised_once_the_step_is_saved(tmp_path, hook,
 
     recorder, failing = Recorder(), SimpleNamespace(**{hook: fail})
     with pytest.raises(type(error)) as caught:
-        run(TINY, tmp_path, target_accuracy=0.05, eval_every_epochs=0.2, callbacks=[failing, recorder])
+        run(
+            TINY,
+            tmp_path,
+            target_accuracy=0.05,
+            eval_every_epochs=0.2,
+            callbacks=[failing, recorder],
+        )
     assert caught.value is error and list_checkpoints(tmp_path)
     assert recorder.calls[-1] == ("end", tmp_path, False)
 
@@ -61,7 +80,9 @@ def test_after_an_error_those_that_were_started_are_told_of_the_end():
             raise ValueError("not the first")
 
     told, failing, untold = Recorder(), Failing(), Recorder()
-    callbacks = Callbacks([told, failing, untold], opened := SimpleNamespace(directory="run", result=None))
+    callbacks = Callbacks(
+        [told, failing, untold], opened := SimpleNamespace(directory="run", result=None)
+    )
     with pytest.raises(ValueError, match="the first error"), callbacks.until_end():
         callbacks.start()
         callbacks.step(1, {"loss": 1})

@@ -26,7 +26,9 @@ def inject_nan(monkeypatch):
         def with_nan(self, first_step, last_step):
             for step, batch in enumerate(stream(self, first_step, last_step), first_step + 1):
                 if step in steps:
-                    brightness = tf.tensor_scatter_nd_update(batch.draws.brightness, [[150]], [np.nan])
+                    brightness = tf.tensor_scatter_nd_update(
+                        batch.draws.brightness, [[150]], [np.nan]
+                    )
                     batch = batch._replace(draws=batch.draws._replace(brightness=brightness))
                 yield batch
 
@@ -37,7 +39,9 @@ def inject_nan(monkeypatch):
 
 def assert_finite(train_dir):
     checkpoints = [read_checkpoint(path)[0] for path in list_checkpoints(train_dir)]
-    assert checkpoints and all(np.isfinite(value).all() for values in checkpoints for value in values.values())
+    assert checkpoints and all(
+        np.isfinite(value).all() for values in checkpoints for value in values.values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,15 +53,26 @@ def assert_finite(train_dir):
 )
 def test_a_nonfinite_batch_skips_only_its_update(tmp_path, inject_nan, capsys, settings, tower):
     inject_nan({2, 3, 6})
-    result = run(WITH_BRIGHTNESS, tmp_path, max_steps=6, checkpoint_every_steps=1, summary_every_steps=1, **settings)
+    result = run(
+        WITH_BRIGHTNESS,
+        tmp_path,
+        max_steps=6,
+        checkpoint_every_steps=1,
+        summary_every_steps=1,
+        **settings,
+    )
     assert result["step"] == 6 and result["skipped_steps"] == 3
     assert_finite(tmp_path)
     previous, skipped = (read_checkpoint(path)[0] for path in list_checkpoints(tmp_path)[-2:])
-    assert (previous.pop("step"), skipped.pop("step")) == (5, 6) and any(name.startswith("ema") for name in previous)
+    assert (previous.pop("step"), skipped.pop("step")) == (5, 6) and any(
+        name.startswith("ema") for name in previous
+    )
     for name, value in previous.items():
         np.testing.assert_array_equal(skipped[name], value, err_msg=name)
     assert lines_with(capsys.readouterr().out, "step 3", f"cross_entropy of {tower}")
-    assert [record["step"] for record in records_of(tmp_path, "train") if record["loss"] is None] == [2, 3, 6]
+    assert [
+        record["step"] for record in records_of(tmp_path, "train") if record["loss"] is None
+    ] == [2, 3, 6]
 
 
 @pytest.mark.slow

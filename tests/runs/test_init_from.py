@@ -6,7 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cifar_towers.checkpointing.checkpoint import checkpoint_path, find_checkpoint, list_checkpoints, read_checkpoint
+from cifar_towers.checkpointing.checkpoint import (
+    checkpoint_path,
+    find_checkpoint,
+    list_checkpoints,
+    read_checkpoint,
+)
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
 from cifar_towers.errors import UsageError
@@ -14,26 +19,40 @@ from tests.messages import lines_with
 from tests.own_data import write_folder
 from tests.runs.short_runs import TINY, run, stopped_after
 
-FINETUNE = replace(TINY, max_steps=4, learning_rate=0.02, keep_checkpoints=9, lookahead=True, num_gpus=2)
+FINETUNE = replace(
+    TINY, max_steps=4, learning_rate=0.02, keep_checkpoints=9, lookahead=True, num_gpus=2
+)
 
 
 def values_of(checkpoint, owner):
     """Return the float values of `model`, `ema` or `lookahead` by their names in the model."""
     values, _ = read_checkpoint(checkpoint)
-    of_owner = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{owner}.")}
+    of_owner = {
+        name.partition(".")[2]: value
+        for name, value in values.items()
+        if name.startswith(f"{owner}.")
+    }
     return {name: value for name, value in of_owner.items() if value.dtype == np.float32}
 
 
 def test_it_starts_with_the_averages_of_the_other_run_and_goes_on_without_it(tmp_path, tiny_run):
     """Look at the checkpoint from before the first step; the optimizer starts anew."""
-    source, whole, stopped = shutil.copytree(tiny_run[0], tmp_path / "source"), tmp_path / "one", tmp_path / "two"
+    source, whole, stopped = (
+        shutil.copytree(tiny_run[0], tmp_path / "source"),
+        tmp_path / "one",
+        tmp_path / "two",
+    )
     config = replace(FINETUNE, checkpoint_every_steps=2, init_from=str(source), seed=1)
     uninterrupted = run(config, whole)
     first, averaged = checkpoint_path(whole, 0), values_of(find_checkpoint(source), "ema")
     assert "batch_normalization.moving_variance" in averaged and "dense.kernel" in averaged
     for owner in ("model", "ema", "lookahead"):
         np.testing.assert_equal(values_of(first, owner), averaged)
-    slots = {name: value for name, value in read_checkpoint(first)[0].items() if name.startswith("optimizer.")}
+    slots = {
+        name: value
+        for name, value in read_checkpoint(first)[0].items()
+        if name.startswith("optimizer.")
+    }
     assert slots and not any(value.any() for value in slots.values())
     stopped_after(2, whole, stopped)
     with pytest.raises(UsageError, match=r"init_from .*source -> .*tiny\b"):
@@ -43,9 +62,19 @@ def test_it_starts_with_the_averages_of_the_other_run_and_goes_on_without_it(tmp
 
 
 def test_weights_of_another_shape_are_new(tmp_path, tiny_run, capsys):
-    three = [split.take(split.labels < 3) for split in (synthetic.make(200, 0, 0), synthetic.make(200, 0, 1))]
+    three = [
+        split.take(split.labels < 3)
+        for split in (synthetic.make(200, 0, 0), synthetic.make(200, 0, 1))
+    ]
     dataset = write_folder(tmp_path / "three", train=three[0], test=three[1])
-    run(FINETUNE, tmp_path / "run", init_from=str(tiny_run[0]), dataset=dataset, batch_size=20, max_steps=1)
+    run(
+        FINETUNE,
+        tmp_path / "run",
+        init_from=str(tiny_run[0]),
+        dataset=dataset,
+        batch_size=20,
+        max_steps=1,
+    )
     assert lines_with(capsys.readouterr().out, tiny_run[0], "step 20", "dense.kernel, dense.bias")
     averaged = values_of(find_checkpoint(tiny_run[0]), "ema")
     for owner in ("model", "ema", "lookahead"):

@@ -21,7 +21,9 @@ PAGE = (ROOT / "docs/reference.md").read_text()
 def documented_keys(title):
     """Return {key: name in a callback} of a table; an empty name if callbacks do not get it."""
     lines = PAGE.split(f"## {title}\n")[1].split("\n## ")[0].splitlines()
-    rows = [[cell.strip(" `") for cell in line.split("|")] for line in lines if line.startswith("| `")]
+    rows = [
+        [cell.strip(" `") for cell in line.split("|")] for line in lines if line.startswith("| `")
+    ]
     return {key: name for _, key, name, *_ in rows}
 
 
@@ -37,12 +39,16 @@ def test_the_tables_of_records_have_every_key_and_no_other(tiny_run):
     for kind, title in (("train", "Training records"), ("eval", "Evaluation records")):
         keys = set()
         for record in records_of(directory, kind):
-            keys |= record.keys() - {"towers"} | {f"towers.{name}" for name in record.get("towers", {})}
+            keys |= record.keys() - {"towers"} | {
+                f"towers.{name}" for name in record.get("towers", {})
+            }
         assert keys == documented_keys(title).keys()
     last = {name: told for name, _, told in recorder.calls[1:]}
     names = {name for name in documented_keys("Training records").values() if name}
     assert last["step"].keys() == names | {name.replace("tower_0", "tower_1") for name in names}
-    assert last["evaluation"].keys() == {name for name in documented_keys("Evaluation records").values() if name}
+    assert last["evaluation"].keys() == {
+        name for name in documented_keys("Evaluation records").values() if name
+    }
 
 
 @pytest.mark.parametrize(("library", "log"), [("wandb", "init().log"), ("mlflow", "log_metrics")])
@@ -50,7 +56,9 @@ def test_a_tracker_gets_every_record(tiny_run, monkeypatch, library, log):
     tracker = MagicMock()
     monkeypatch.setitem(sys.modules, library, tracker)
     steps, scores = (records_of(tiny_run[0], kind) for kind in ("train", "eval"))
-    callbacks = Callbacks([import_example(f"track_with_{library}").Tracker()], load_run(tiny_run[0]))
+    callbacks = Callbacks(
+        [import_example(f"track_with_{library}").Tracker()], load_run(tiny_run[0])
+    )
     with callbacks.until_end():
         callbacks.start()
         for record in steps:
@@ -59,7 +67,9 @@ def test_a_tracker_gets_every_record(tiny_run, monkeypatch, library, log):
             callbacks.evaluation(record["step"], record)
     logged = [call.args for call in tracker.mock_calls if call[0] == log]
     of_steps, of_scores = logged[: len(steps)], logged[len(steps) :]
-    assert [(metrics["loss"], step) for metrics, step in of_steps] == [(r["loss"], r["step"]) for r in steps]
+    assert [(metrics["loss"], step) for metrics, step in of_steps] == [
+        (r["loss"], r["step"]) for r in steps
+    ]
     assert [(list(metrics.values()), step) for metrics, step in of_scores] == [
         ([record["accuracy"], record["loss"], record["ece"]], record["step"]) for record in scores
     ]
@@ -70,8 +80,12 @@ def test_a_tracker_gets_every_record(tiny_run, monkeypatch, library, log):
 
 
 def test_a_hugging_face_data_set_becomes_arrays(tmp_path, monkeypatch):
-    """With a stand-in for the library that reads as the library does: columns by name, class names in `features`."""
-    splits = dict(zip(("train", "test"), (synthetic.make(20, 0, 0), synthetic.make(10, 0, 1)), strict=True))
+    """With a stand-in for the library that reads as the library does: columns by name, class names
+    in `features`.
+    """
+    splits = dict(
+        zip(("train", "test"), (synthetic.make(20, 0, 0), synthetic.make(10, 0, 1)), strict=True)
+    )
 
     class Rows(dict):
         features = {"fine_label": SimpleNamespace(names=list(synthetic.CLASSES))}
@@ -81,12 +95,17 @@ def test_a_hugging_face_data_set_becomes_arrays(tmp_path, monkeypatch):
         return Rows(img=images, fine_label=splits[split].labels.tolist())
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    import_example("from_hugging_face").save("some/name", "img", "fine_label", tmp_path / "arrays.npz")
+    import_example("from_hugging_face").save(
+        "some/name", "img", "fine_label", tmp_path / "arrays.npz"
+    )
     dataset = sources.load(sources.find(f"npz:{tmp_path / 'arrays.npz'}"))
     assert dataset.train.info.class_names == synthetic.CLASSES
     for name, split in splits.items():
         read, made = (
-            sorted((image.tobytes(), label) for image, label in zip(each.images, each.labels, strict=True))
+            sorted(
+                (image.tobytes(), label)
+                for image, label in zip(each.images, each.labels, strict=True)
+            )
             for each in (getattr(dataset, name), split)
         )
         assert read == made

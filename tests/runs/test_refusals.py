@@ -20,7 +20,9 @@ def test_images_that_do_not_reach_the_size_of_the_evaluation_are_refused(tmp_pat
 
 
 def test_a_checkpoint_of_another_net_is_refused(tmp_path, caplog):
-    """The function has the same name, and makes another net than before. Code that may do so is named."""
+    """The function has the same name, and makes another net than before. Code that may do so is
+    named.
+    """
     file = Path(shutil.copy(NETS, tmp_path))
     run(TINY, tmp_path / "run", model=f"{file}:tiny", max_steps=1)
     file.write_text(NETS.read_text().replace("Conv2D(8, 3", "Conv2D(4, 3"))

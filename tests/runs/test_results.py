@@ -51,10 +51,18 @@ def test_a_speednet_learns_at_its_image_sizes(speednet_run):
 
 def test_environment_has_towers_versions_classes_and_digests(tiny_run):
     environment = json.loads((tiny_run[0] / "environment.json").read_text())
-    assert [(t["name"], t["device"]) for t in environment["towers"]] == [("tower_0", "/CPU:0"), ("tower_1", "/CPU:1")]
+    assert [(t["name"], t["device"]) for t in environment["towers"]] == [
+        ("tower_0", "/CPU:0"),
+        ("tower_1", "/CPU:1"),
+    ]
     assert environment["packages"]["tensorflow"].startswith("2.") and environment["processor"]
-    assert environment["data_sha256"].keys() == {"train", "test"} and len(environment["class_names"]) == 10
-    assert environment["precision"] == "float32" and not environment["synthetic_data"]  # which was asked for
+    assert (
+        environment["data_sha256"].keys() == {"train", "test"}
+        and len(environment["class_names"]) == 10
+    )
+    assert (
+        environment["precision"] == "float32" and not environment["synthetic_data"]
+    )  # which was asked for
 
 
 def test_a_crop_is_the_image_size_that_is_recorded():
@@ -71,7 +79,13 @@ def test_a_finished_run_returns_its_stored_result(tiny_run, caplog):
 def test_evaluate_reproduces_the_score_of_the_run(tiny_run):
     directory, result, _ = tiny_run
     config = EvaluateConfig(
-        train_dir=str(directory), model=TINY_NET, weights="ema", tta=2, precision="float32", num_gpus=3, json=True
+        train_dir=str(directory),
+        model=TINY_NET,
+        weights="ema",
+        tta=2,
+        precision="float32",
+        num_gpus=3,
+        json=True,
     )
     score = json.loads(evaluate.evaluate_checkpoint(config))
     expected = result["evaluations"][-1]["accuracy"]
@@ -86,7 +100,10 @@ def test_target_accuracy_ends_a_run(tmp_path):
     assert result["step"] == 2
     assert run(config, tmp_path) == result  # the target stays reached
     assert result["reached"] == result["evaluations"][-1]["accuracy"]
-    assert [(r["step"], r["weights"]) for r in records_of(tmp_path, "eval")] == [(2, "raw"), (2, "ema")]
+    assert [(r["step"], r["weights"]) for r in records_of(tmp_path, "eval")] == [
+        (2, "raw"),
+        (2, "ema"),
+    ]
 
 
 def test_the_target_is_for_the_weights_that_the_run_reports(tmp_path, monkeypatch):
@@ -101,7 +118,11 @@ def test_the_target_is_for_the_weights_that_the_run_reports(tmp_path, monkeypatc
     settings = {"max_steps": 1, "validation_examples": 500, "tta": 2}
     result = run(TINY, tmp_path, target_accuracy=0.94, **settings)
     kinds = [(each["split"], each["weights"], each["tta"]) for each in result["evaluations"]]
-    assert kinds[:3] == [("validation", "raw", 0), ("validation", "ema", 0), ("validation", "ema", 2)]
+    assert kinds[:3] == [
+        ("validation", "raw", 0),
+        ("validation", "ema", 0),
+        ("validation", "ema", 2),
+    ]
     assert {split for split, *_ in kinds[3:]} == {"test"} and result["reached"] is None
 
 
@@ -128,7 +149,16 @@ def test_synthetic_data_that_replace_cifar10_are_named_everywhere(tmp_path, monk
     monkeypatch.setattr(socket, "create_connection", Mock(side_effect=TimeoutError))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    train_seeds(replace(TINY, recipe="tiny", dataset="auto", data_dir=str(tmp_path / "none"), max_steps=1, seeds="10"))
+    train_seeds(
+        replace(
+            TINY,
+            recipe="tiny",
+            dataset="auto",
+            data_dir=str(tmp_path / "none"),
+            max_steps=1,
+            seeds="10",
+        )
+    )
     environment = json.loads((tmp_path / "runs/tiny-synthetic-seed10/environment.json").read_text())
     assert "SYNTHETIC" in environment["synthetic_data"]
     assert capsys.readouterr().out.count(environment["synthetic_data"]) == 2
@@ -144,11 +174,17 @@ def test_seeds_are_summarized_without_those_that_diverge(tmp_path, monkeypatch, 
         accuracy = accuracies[config.seed]
         evaluation = {"split": "test", "weights": "ema", "tta": 0, "accuracy": accuracy}
         reached = accuracy if accuracy >= config.target_accuracy else None
-        return {"reached": reached, "seconds": {"train": seconds[config.seed]}, "evaluations": [evaluation]}
+        return {
+            "reached": reached,
+            "seconds": {"train": seconds[config.seed]},
+            "evaluations": [evaluation],
+        }
 
     monkeypatch.setattr(trainer, "train", train)
     with pytest.raises(DivergedError, match="seed 1 .*step 6"):
         train_seeds(replace(TINY, train_dir=str(tmp_path), seeds="0,1,2,3", target_accuracy=0.94))
     output = capsys.readouterr().out
-    assert lines_with(output, "94.00 %", "2 of 4", "15.0 s") and lines_with(output, "0, 1, 2, 3", "3 of 4")
+    assert lines_with(output, "94.00 %", "2 of 4", "15.0 s") and lines_with(
+        output, "0, 1, 2, 3", "3 of 4"
+    )
     assert lines_with(output, "test/ema", "94.00 ± 2.00 %", "n=3")

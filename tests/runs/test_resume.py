@@ -1,4 +1,6 @@
-"""A run that ended early goes on to the same bits: at any step, for any reason, with any state, on other devices."""
+"""A run that ended early goes on to the same bits: at any step, for any reason, with any state, on
+other devices.
+"""
 
 import json
 from dataclasses import replace
@@ -11,7 +13,16 @@ from cifar_towers.inference.compare import compare_runs
 from tests.configs import net
 from tests.messages import lines_with
 from tests.programs import call
-from tests.runs.short_runs import QUICK, TINY, StopAtStep, events_of, records_of, run, stopped_after, tensors_of
+from tests.runs.short_runs import (
+    QUICK,
+    TINY,
+    StopAtStep,
+    events_of,
+    records_of,
+    run,
+    stopped_after,
+    tensors_of,
+)
 
 TWO_TOWERS = replace(TINY, num_gpus=2)
 STAGES = {"strategy": "stages", "micro_batches": 2, "model": net("without_weight_loss")}
@@ -40,7 +51,9 @@ def by_signal(directory):
 def by_kill(directory, checkpoint_every_steps=8):
     with pytest.raises(SimulatedKill):
         run(TWO_TOWERS, directory, KillAtStep(13), checkpoint_every_steps=checkpoint_every_steps)
-    assert list(tensors_of(events_of(directory / "train"), "loss"))[-1] > 8  # records after the checkpoint
+    assert (
+        list(tensors_of(events_of(directory / "train"), "loss"))[-1] > 8
+    )  # records after the checkpoint
     return 8
 
 
@@ -76,10 +89,15 @@ def by_damage(directory):
     [
         by_signal,
         by_damage,
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (by_kill, by_callback, by_max_steps)),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (by_kill, by_callback, by_max_steps)
+        ),
     ],
 )
-def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(tmp_path, tiny_run, capsys, stop):
+def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(
+    tmp_path, tiny_run, capsys, stop
+):
     saved, _ = stop(tmp_path), capsys.readouterr()
     run(TWO_TOWERS, tmp_path)
     output = capsys.readouterr().out
@@ -90,10 +108,17 @@ def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(tmp_path, ti
     assert same, differences
     assert [record["step"] for record in records_of(tmp_path, "train")] == list(range(1, 21))
     evaluations = [(record["step"], record["weights"]) for record in records_of(tmp_path, "eval")]
-    assert evaluations[-3:] == [(10, "ema"), (20, "raw"), (20, "ema")] and len(evaluations) == len(set(evaluations))
+    assert evaluations[-3:] == [(10, "ema"), (20, "raw"), (20, "ema")] and len(evaluations) == len(
+        set(evaluations)
+    )
     assert list(tensors_of(events_of(tmp_path / "train"), "loss")) == list(range(1, 21))
     of_towers = tensors_of(events_of(tmp_path / "train"), "tower_1/loss")
-    assert [step for step in of_towers if step != 7] == [5, 10, 15, 20]  # 7: the last step of the first part
+    assert [step for step in of_towers if step != 7] == [
+        5,
+        10,
+        15,
+        20,
+    ]  # 7: the last step of the first part
 
 
 @pytest.mark.parametrize(
@@ -103,14 +128,18 @@ def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(tmp_path, ti
         {"jit_compile": True, "num_gpus": 1, "variable_placement": "round_robin"},
         pytest.param({"batch_size": 50, "hard_example_pool": 200}, marks=pytest.mark.slow),
         STAGES,
-        pytest.param({"optimizer": "adamw", "variable_placement": "round_robin"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"optimizer": "adamw", "variable_placement": "round_robin"}, marks=pytest.mark.slow
+        ),
         {"strategy": "mirrored", "batch_statistics": "synchronized"},
     ],
     ids=lambda settings: "-".join(settings),
 )
 def test_every_kind_of_state_is_restored(tmp_path, capsys, settings):
     """Compare all variables of the last checkpoint: also slots, averages and the proxy net."""
-    config = replace(TWO_TOWERS, max_steps=6, checkpoint_every_steps=3, learning_rate=0.01, **settings)
+    config = replace(
+        TWO_TOWERS, max_steps=6, checkpoint_every_steps=3, learning_rate=0.01, **settings
+    )
     run(config, tmp_path / "whole")
     run(config, stopped_after(3, tmp_path / "whole", tmp_path / "resumed"))
     assert lines_with(capsys.readouterr().out, "resuming", "step 3")
@@ -124,7 +153,12 @@ def test_a_speednet_goes_on_through_its_phases_and_as_stages(tmp_path, speednet_
     run(replace(QUICK, num_gpus=2, tta=2), stopped_after(9, speednet_run[0], tmp_path / "resumed"))
     same, differences = compare_runs(speednet_run[0], tmp_path / "resumed")
     assert same, differences
-    stages = run(QUICK, stopped_after(20, speednet_run[0], tmp_path / "stages"), num_gpus=2, strategy="stages")
+    stages = run(
+        QUICK,
+        stopped_after(20, speednet_run[0], tmp_path / "stages"),
+        num_gpus=2,
+        strategy="stages",
+    )
     assert stages["weights_sha256"] == speednet_run[1]["weights_sha256"]
 
 
@@ -145,7 +179,9 @@ def test_the_same_weights_are_restored_on_other_devices(tmp_path, tiny_run, sett
 
 @pytest.mark.slow
 def test_a_run_goes_on_under_other_strategies(tmp_path, tiny_run, capsys):
-    """Train on four towers, then two mirrored replicas, then one tower: step, rate and loss continue."""
+    """Train on four towers, then two mirrored replicas, then one tower: step, rate and loss
+    continue.
+    """
     starts = {8: {"num_gpus": 4}, 14: {"num_gpus": 2, "strategy": "mirrored"}, 20: {"num_gpus": 1}}
     for end, start in starts.items():
         assert run(TINY, tmp_path, max_steps=end, **start)["step"] == end
@@ -153,34 +189,55 @@ def test_a_run_goes_on_under_other_strategies(tmp_path, tiny_run, capsys):
     ours, uninterrupted = (records_of(directory, "train") for directory in (tmp_path, tiny_run[0]))
     for name in ("step", "learning_rate"):
         assert [record[name] for record in ours] == [record[name] for record in uninterrupted]
-    assert ours[-1]["loss"] == pytest.approx(uninterrupted[-1]["loss"], rel=0.05) and ours[8]["loss"] < ours[0]["loss"]
+    assert (
+        ours[-1]["loss"] == pytest.approx(uninterrupted[-1]["loss"], rel=0.05)
+        and ours[8]["loss"] < ours[0]["loss"]
+    )
 
 
 def test_a_resumed_run_uses_and_names_what_has_changed(tmp_path, capsys):
     """The file of the user's loss and the number of towers do not belong to the recipe."""
     file = tmp_path / "mine.py"
-    code = "import tensorflow as tf\n\n\ndef loss(labels, logits):\n    return {} - tf.reduce_sum(labels * logits, 1)\n"
+    code = "import tensorflow as tf\n\n\ndef loss(labels, logits):\n"
+    code += "    return {} - tf.reduce_sum(labels * logits, 1)\n"
     config = replace(TINY, loss=f"{file}:loss", label_smoothing=0.0)
     for count, offset in ((1, 0), (2, 100)):
         file.write_text(code.format(offset))
         run(config, tmp_path / "run", max_steps=count, num_gpus=count)
-    assert lines_with(capsys.readouterr().out, "resuming from step 1", "towers 1 -> 2", "code of loss ")
-    rows = [(record["loss"] > 50, record["images_per_sec"]) for record in records_of(tmp_path / "run", "train")]
-    assert rows == [(False, None), (True, None)]  # a rate is unknown, as each was the first step of a start
+    assert lines_with(
+        capsys.readouterr().out, "resuming from step 1", "towers 1 -> 2", "code of loss "
+    )
+    rows = [
+        (record["loss"] > 50, record["images_per_sec"])
+        for record in records_of(tmp_path / "run", "train")
+    ]
+    assert rows == [
+        (False, None),
+        (True, None),
+    ]  # a rate is unknown, as each was the first step of a start
 
 
 def test_compare_runs_names_what_differs(saved_run, tiny_run, monkeypatch, capsys):
     """The comparison of every kind of value is tested with `scripts/compare_revisions.py`."""
     original, changed = tiny_run[0], saved_run
     contents = {
-        name: json.loads((changed / f"{name}.json").read_text()) for name in ("config", "environment", "result")
+        name: json.loads((changed / f"{name}.json").read_text())
+        for name in ("config", "environment", "result")
     }
-    changes = {"config": {"seed": 1}, "environment": {"class_names": ["cat"]}, "result": {"weights_sha256": "0" * 64}}
+    changes = {
+        "config": {"seed": 1},
+        "environment": {"class_names": ["cat"]},
+        "result": {"weights_sha256": "0" * 64},
+    }
     for name, content in contents.items():
         (changed / f"{name}.json").write_text(json.dumps(content | changes[name]))
     assert call(monkeypatch, "compare-runs", original, changed) == 1  # the exit code
     output = capsys.readouterr().out
-    assert lines_with(output, "seed 0 -> 1") and lines_with(output, "class_names") and "0" * 16 in output
+    assert (
+        lines_with(output, "seed 0 -> 1")
+        and lines_with(output, "class_names")
+        and "0" * 16 in output
+    )
     for path in (changed / "metrics.jsonl", changed / "result.json", *list_checkpoints(changed)):
         path.unlink()
     same, _ = compare_runs(original, changed)

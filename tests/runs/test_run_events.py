@@ -12,9 +12,20 @@ from tests.configs import recipe
 from tests.runs.short_runs import TINY, events_of, run, small_runs, tensors_of
 
 TAGS = {"loss", "accuracy", "health/gradient_norm", "health/skipped_steps"}
-TAGS |= {"losses/cross_entropy", "losses/cross_entropy (raw)", "losses/total_loss", "losses/total_loss (raw)"}
+TAGS |= {
+    "losses/cross_entropy",
+    "losses/cross_entropy (raw)",
+    "losses/total_loss",
+    "losses/total_loss (raw)",
+}
 TAGS |= {f"learning_rate/{group}" for group in ("kernels", "biases", "head", "whitening")}
-TAGS |= {"speed/images_per_sec", "speed/step_seconds", "speed/input_wait", "memory/host_mb", "input/augmented"}
+TAGS |= {
+    "speed/images_per_sec",
+    "speed/step_seconds",
+    "speed/input_wait",
+    "memory/host_mb",
+    "input/augmented",
+}
 TAGS |= {f"{kind}/group1_gelu1" for kind in ("activations", "sparsity")}
 TAGS |= {f"{kind}/group1_conv1/kernel" for kind in ("weights", "gradients")}
 
@@ -38,7 +49,11 @@ def test_each_tower_has_a_curve_of_its_own_and_a_box_in_the_graph(tiny_run):
 def test_pictures_and_scores(tiny_run):
     directory, result, _ = tiny_run
     train, evaluated = events_of(directory / "train"), events_of(directory / "eval")
-    for events, tag in ((train, "input/augmented"), (evaluated, "confusion/test"), (evaluated, "mistakes/test")):
+    for events, tag in (
+        (train, "input/augmented"),
+        (evaluated, "confusion/test"),
+        (evaluated, "mistakes/test"),
+    ):
         width, height, png = tensors_of(events, tag)[20]
         assert tf.io.decode_png(png).shape == (int(height), int(width), 3)
     shown = tensors_of(evaluated, "accuracy/test/ema_tta2")
@@ -60,21 +75,33 @@ PROXY = {"batch_size": 50, "hard_example_pool": 200}
 
 
 @pytest.mark.parametrize(
-    ("settings", "more"), [({}, set()), pytest.param(PROXY, {"proxy/loss", "proxy/accuracy"}, marks=pytest.mark.slow)]
+    ("settings", "more"),
+    [({}, set()), pytest.param(PROXY, {"proxy/loss", "proxy/accuracy"}, marks=pytest.mark.slow)],
 )
 def test_towers_have_tags_of_their_own_if_there_are_several(tmp_path, tiny_run, settings, more):
     run(TINY, tmp_path, max_steps=2, **settings)
-    one, two = (set(events_of(path / "train").Tags()["tensors"]) for path in (tmp_path, tiny_run[0]))
+    one, two = (
+        set(events_of(path / "train").Tags()["tensors"]) for path in (tmp_path, tiny_run[0])
+    )
     assert one == {tag for tag in two if not tag.startswith("tower_")} | more
     assert {path.parent.name for path in tiny_run[0].glob("*/events.*")} == {"train", "eval"}
 
 
 def test_every_tag_of_the_tutorial_has_a_counterpart(tmp_path):
-    """Read the table in docs/tensorboard.md row by row, with each of the names that the page lists for <layer>."""
+    """Read the table in docs/tensorboard.md row by row, with each of the names that the page lists
+    for <layer>.
+    """
     page = (Path(__file__).parents[2] / "docs" / "tensorboard.md").read_text()
     text, *table = page.split("## Tags of the TensorFlow tutorial")[1].split("\n| ")
-    names = {kind: re.findall("`(.+?)`", listed) for kind, listed in re.findall(r"`(<\w+>)` is ([^.]*)", text)}
-    cells = [[re.findall("`(.+?)`", cell) for cell in row.split(" | ")] for row in table if row.startswith("`")]
+    names = {
+        kind: re.findall("`(.+?)`", listed)
+        for kind, listed in re.findall(r"`(<\w+>)` is ([^.]*)", text)
+    }
+    cells = [
+        [re.findall("`(.+?)`", cell) for cell in row.split(" | ")]
+        for row in table
+        if row.startswith("`")
+    ]
 
     def tags_of(side):
         tags = {tag for row in cells for tag in row[side]}
@@ -84,13 +111,21 @@ def test_every_tag_of_the_tutorial_has_a_counterpart(tmp_path):
 
     tutorials, ours = tags_of(0), tags_of(1)
     layers = ("conv1", "conv2", "local3", "local4", "softmax_linear")
-    of_layers = {f"{layer}/{kind}" for layer in layers for kind in ("activations", "sparsity", "weights", "biases")}
+    of_layers = {
+        f"{layer}/{kind}"
+        for layer in layers
+        for kind in ("activations", "sparsity", "weights", "biases")
+    }
     of_layers |= {f"{layer}/{kind}/gradients" for layer in layers for kind in ("weights", "biases")}
     losses = {"cross_entropy", "local3/weight_loss", "local4/weight_loss", "total_loss"}
     losses |= {f"{loss} (raw)" for loss in losses}
     assert tutorials == of_layers | losses | {"images", "learning_rate", "Precision @ 1"}
-    config = recipe("cifarnet", dataset="synthetic", batch_size=64, max_steps=2, num_gpus=1, precision="float32")
+    config = recipe(
+        "cifarnet", dataset="synthetic", batch_size=64, max_steps=2, num_gpus=1, precision="float32"
+    )
     with small_runs(synthetic.make(200, 0, 0), synthetic.make(50, 0, 1)):  # of 32 pixels
         run(config, tmp_path)
-    tags = {tag for part in ("train", "eval") for tag in events_of(tmp_path / part).Tags()["tensors"]}
+    tags = {
+        tag for part in ("train", "eval") for tag in events_of(tmp_path / part).Tags()["tensors"]
+    }
     assert ours <= tags, ours - tags

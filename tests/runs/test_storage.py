@@ -14,16 +14,24 @@ from tests.runs.short_runs import TINY, run
 NO_SPACE = OSError(28, "No space left on device")
 
 
-def test_a_last_step_that_cannot_be_saved_is_an_error_after_its_score(tmp_path, monkeypatch, capsys):
+def test_a_last_step_that_cannot_be_saved_is_an_error_after_its_score(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(run_directory, "write_checkpoint", Mock(side_effect=NO_SPACE))
     with pytest.raises(RunError, match="step 2"):
         run(TINY, tmp_path, max_steps=2)
-    assert not (tmp_path / "result.json").exists() and lines_with(capsys.readouterr().out, "test ", "%")
+    assert not (tmp_path / "result.json").exists() and lines_with(
+        capsys.readouterr().out, "test ", "%"
+    )
 
 
 def test_what_cannot_be_written_does_not_stop_a_run(tmp_path, monkeypatch, caplog):
-    """The disk is full for a while. Without config.json no run can be loaded, so it is written later."""
-    full = Mock(side_effect=[DEFAULT, NO_SPACE, NO_SPACE, DEFAULT], wraps=run_directory.write_checkpoint)
+    """The disk is full for a while. Without config.json no run can be loaded, so it is written
+    later.
+    """
+    full = Mock(
+        side_effect=[DEFAULT, NO_SPACE, NO_SPACE, DEFAULT], wraps=run_directory.write_checkpoint
+    )
     monkeypatch.setattr(run_directory, "write_checkpoint", full)
     config = tmp_path / "config.json"
     config.mkdir()
@@ -31,7 +39,9 @@ def test_what_cannot_be_written_does_not_stop_a_run(tmp_path, monkeypatch, caplo
     (tmp_path / "train").write_text("in the way of the event files")
     free = [lambda step, _: step == 1 and config.rmdir()]
     result = run(TINY, tmp_path, max_steps=4, checkpoint_every_steps=1, callbacks=free)
-    assert result["failed_saves"] == 2 and len(lines_with(caplog.text, "No space left on device")) == 2
+    assert (
+        result["failed_saves"] == 2 and len(lines_with(caplog.text, "No space left on device")) == 2
+    )
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-1.npz", "step-4.npz"]
     assert json.loads(config.read_text())["max_steps"] == 4
     assert all(lines_with(caplog.text, name) for name in ("config.json", "metrics.jsonl", "train"))

@@ -32,7 +32,9 @@ def test_the_net_of_keras_computes_what_ours_does(net):
         other.set_weights([values[weight.name].numpy() for weight in other.weights])
     images = np.random.default_rng(0).normal(size=(4, 24, 24, 3)).astype("f4")
     expected = ours(images, training=False).numpy()  # with a smaller epsilon in its norms
-    np.testing.assert_allclose(theirs(images, training=False), expected, atol=0.02 * abs(expected).max())
+    np.testing.assert_allclose(
+        theirs(images, training=False), expected, atol=0.02 * abs(expected).max()
+    )
 
 
 def test_a_framework_that_fails_is_left_out_and_the_table_compares_medians(monkeypatch, capsys):
@@ -43,10 +45,22 @@ def test_a_framework_that_fails_is_left_out_and_the_table_compares_medians(monke
 
     monkeypatch.setattr(compare_frameworks, "rate_of_peer", rate_of_peer)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    monkeypatch.setattr(compare_frameworks, "rate_of_ours", lambda net, precision, jit_compile: 100.0)
-    rates = compare_frameworks.measure("resnet20", ("ours", "keras", "keras-onednn", "pytorch"), 3, "float32")
+    monkeypatch.setattr(
+        compare_frameworks, "rate_of_ours", lambda net, precision, jit_compile: 100.0
+    )
+    rates = compare_frameworks.measure(
+        "resnet20", ("ours", "keras", "keras-onednn", "pytorch"), 3, "float32"
+    )
     assert "pytorch is left out: no compiler" in capsys.readouterr().out
-    assert {name: len(values) for name, values in rates.items()} == {"ours": 3, "keras": 3, "keras-onednn": 3}
+    assert {name: len(values) for name, values in rates.items()} == {
+        "ours": 3,
+        "keras": 3,
+        "keras-onednn": 3,
+    }
     rows = [row.split() for row in compare_frameworks.format_table(rates).splitlines()[1:]]
-    assert [row[0] for row in rows] == ["ours", "keras-onednn", "keras"] and rows[0][1:] == ["100", "100-100", "1.00"]
+    assert [row[0] for row in rows] == ["ours", "keras-onednn", "keras"] and rows[0][1:] == [
+        "100",
+        "100-100",
+        "1.00",
+    ]
     assert float(rows[2][-1]) == pytest.approx(2, abs=0.05)

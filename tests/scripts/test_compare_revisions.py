@@ -10,12 +10,21 @@ from scripts import compare_revisions
 from tests.inference.example_runs import change, make_run, read_records, write_records
 from tests.messages import lines_with
 
-EVALUATION = {"kind": "eval", "split": "test", "weights": "raw", "tta": 0, "loss": 2.0, "accuracy": 0.5}
+EVALUATION = {
+    "kind": "eval",
+    "split": "test",
+    "weights": "raw",
+    "tta": 0,
+    "loss": 2.0,
+    "accuracy": 0.5,
+}
 
 
 @pytest.fixture
 def compare(tmp_path, monkeypatch, capsys):
-    """compare(changes): whether a run of 11 steps and one with changes are the same, and what is printed."""
+    """compare(changes): whether a run of 11 steps and one with changes are the same, and what is
+    printed.
+    """
 
     def write(name, records=(), biases=(1.0, 0.5, 0.0), sha256="f00d", last_step=11, **variables):
         train_dir = make_run(tmp_path / name, last_step=last_step)
@@ -23,7 +32,10 @@ def compare(tmp_path, monkeypatch, capsys):
             values = {"kernel": np.ones((2, 3), "f4"), "bias": np.full(3, bias, "f4"), **variables}
             write_checkpoint(checkpoint_path(train_dir, step), values, {"step": step})
         losses = {("train", 3): float("nan"), **dict(records)}
-        changed = [r | {"loss": losses.get((r["kind"], r["step"]), r["loss"])} for r in read_records(train_dir)]
+        changed = [
+            r | {"loss": losses.get((r["kind"], r["step"]), r["loss"])}
+            for r in read_records(train_dir)
+        ]
         write_records(train_dir, changed)
         change(train_dir, "result.json", weights_sha256=sha256)
         return train_dir
@@ -46,7 +58,10 @@ def test_equal_runs_are_the_same_nan_included(compare):
     ("changes", "named"),
     [
         ({"records": {("train", 2): 1.2000002}}, ["losses", "step 2", "1.2 and 1.2000002"]),
-        ({"records": {("train", 9): 2.0, ("train", 11): 2.0}}, ["losses", "step 9", "step 8"]),  # no texts
+        (
+            {"records": {("train", 9): 2.0, ("train", 11): 2.0}},
+            ["losses", "step 9", "step 8"],
+        ),  # no texts
         ({"biases": (1.0, 0.5, -0.0)}, ["weights", "step-3.npz", "1 of 3", "bias"]),
         ({"last_step": 10}, ["only in one", "eval 10 test/raw_tta2", "eval 11 test/raw"]),
         ({"records": {("eval", 11): 2.5}}, ["evaluations", "step 11", "test/raw", "and 2.5"]),
@@ -58,7 +73,9 @@ def test_equal_runs_are_the_same_nan_included(compare):
 )
 def test_first_step_that_differs_is_named_with_its_value(compare, changes, named):
     same, text = compare(changes)
-    different = [line for line in text.splitlines()[1:] if ": same" not in line and "common part" not in line]
+    different = [
+        line for line in text.splitlines()[1:] if ": same" not in line and "common part" not in line
+    ]
     assert not same and lines_with("\n".join(different), *named) == different
 
 

@@ -23,7 +23,9 @@ run_synchronized = tf.function(synchronized, autograph=False)
 
 
 def test_every_tower_gets_the_mean(towers):
-    result = run_synchronized(lambda tower, shard: all_reduce_mean(shard) + tower.index, towers(6)[2:], tf.range(4.0))
+    result = run_synchronized(
+        lambda tower, shard: all_reduce_mean(shard) + tower.index, towers(6)[2:], tf.range(4.0)
+    )
     np.testing.assert_array_equal(result, [[3.5], [4.5], [5.5], [6.5]])
 
 
@@ -40,7 +42,10 @@ def loss_gradient(x, w):
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_gradients_average_to_those_of_the_whole_batch(towers, count):
-    x, w = tf.random.stateless_normal([24, 3], [1, 2], dtype=tf.float64), tf.constant(np.eye(3) + 0.3)
+    x, w = (
+        tf.random.stateless_normal([24, 3], [1, 2], dtype=tf.float64),
+        tf.constant(np.eye(3) + 0.3),
+    )
     gradients = run_synchronized(lambda tower, shard: loss_gradient(shard, w), towers(count), x)
     np.testing.assert_allclose(sum(gradients) / count, loss_gradient(x, w), rtol=1e-12)
 
@@ -67,7 +72,9 @@ def test_num_replicas(towers):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_error_in_one_tower_ends_all(towers, failing):
-    """The first raises it before the others start, the second while the first waits for its mean."""
+    """The first raises it before the others start, the second while the first waits for its
+    mean.
+    """
 
     def fn(tower, shard):
         if tower.index == failing:
@@ -107,7 +114,10 @@ class Centered(keras.layers.Layer):
 
 def test_towers_that_do_not_meet_have_no_mean(towers):
     """They would take the mean of their shards for it."""
-    shards, model = split_batch(tf.range(4.0), towers(2)), keras.Sequential([keras.Input((3,)), Centered()])
+    shards, model = (
+        split_batch(tf.range(4.0), towers(2)),
+        keras.Sequential([keras.Input((3,)), Centered()]),
+    )
     parallel = make_parallel_model(model, towers(2))
     for run in (
         lambda: run_on_towers(lambda tower, shard: all_reduce_mean(shard), towers(2), shards),
@@ -124,10 +134,14 @@ def test_a_batch_of_its_own_has_a_mean_without_meeting(towers):
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     model = make_parallel_model(keras.Sequential([keras.Input((3,)), Centered()]), towers(1))
     np.testing.assert_array_equal(model(x, training=True), x - x.mean(0))
-    (alone,) = run_on_towers(lambda tower, shard: all_reduce_mean(shard), towers(1), [tf.range(4.0)])
+    (alone,) = run_on_towers(
+        lambda tower, shard: all_reduce_mean(shard), towers(1), [tf.range(4.0)]
+    )
     np.testing.assert_array_equal(alone, np.arange(4))
 
     def nested(tower, x):
         return run_on_towers(lambda inner, part: all_reduce_mean(part), towers(2), tf.split(x, 2))
 
-    np.testing.assert_array_equal(run_synchronized(nested, towers(2), tf.range(4.0)), [[[1], [2]]] * 2)
+    np.testing.assert_array_equal(
+        run_synchronized(nested, towers(2), tf.range(4.0)), [[[1], [2]]] * 2
+    )

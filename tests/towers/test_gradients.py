@@ -20,7 +20,10 @@ def sparse(rows, indices):
 
 
 def test_mean_of_three_towers():
-    towers = [zip([tf.constant([1.0, k]), tf.constant([3.0 * k])], [W, B], strict=True) for k in (1.0, 2.0, 6.0)]
+    towers = [
+        zip([tf.constant([1.0, k]), tf.constant([3.0 * k])], [W, B], strict=True)
+        for k in (1.0, 2.0, 6.0)
+    ]
     (mean_w, first), (mean_b, second) = average_gradients(towers)
     assert first is W and second is B
     np.testing.assert_allclose(mean_w, [1.0, 3.0], rtol=1e-6)
@@ -40,11 +43,15 @@ def test_sparse_gradients_stay_sparse_unless_one_is_dense():
     mean = mean_of(first, sparse([[4.0, 0.0], [6.0, 6.0]], [1, 3]), like=table)
     assert isinstance(mean, tf.IndexedSlices)
     np.testing.assert_allclose(tf.convert_to_tensor(mean), [[0, 0], [3, 1], [0, 0], [3, 3]])
-    np.testing.assert_allclose(mean_of(first, table + 4, like=table), [[2, 2], [3, 3], [2, 2], [2, 2]])
+    np.testing.assert_allclose(
+        mean_of(first, table + 4, like=table), [[2, 2], [3, 3], [2, 2], [2, 2]]
+    )
 
 
 def test_weights_may_be_tensors():
-    """(3 * [1, 2] + 1 * [5, 6]) / 4 = [2, 3], with weights that are known, and known when the graph runs only."""
+    """(3 * [1, 2] + 1 * [5, 6]) / 4 = [2, 3], with weights that are known, and known when the graph
+    runs only.
+    """
     first, second = tf.constant([1.0, 2.0]), tf.constant([5.0, 6.0])
 
     @tf.function(input_signature=[tf.TensorSpec([2], tf.int32)])
@@ -79,7 +86,9 @@ def test_mean_is_on_the_device_of_the_variable(make):
 
     @tf.function
     def mean():
-        ((gradient, _),) = average_gradients([[(tf.constant([1.0]) * v, v)], [(tf.constant([3.0]) * v, v)]])
+        ((gradient, _),) = average_gradients(
+            [[(tf.constant([1.0]) * v, v)], [(tf.constant([3.0]) * v, v)]]
+        )
         return gradient
 
     adds = [op for op in mean.get_concrete_function().graph.get_operations() if op.type == "AddN"]

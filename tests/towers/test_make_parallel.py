@@ -25,7 +25,9 @@ def assert_close(results, expected, rtol, atol=1e-5):
 
 
 def with_gradients(function, *sources):
-    """Return the outputs, and the gradients of the sum of their squares with respect to the sources."""
+    """Return the outputs, and the gradients of the sum of their squares with respect to the
+    sources.
+    """
     with tf.GradientTape() as tape:
         tape.watch(sources)
         outputs = function()
@@ -38,7 +40,10 @@ def test_outputs_and_gradients_equal_one_device(towers):
     w, b = tf.Variable(numbers(3, 5)), tf.Variable(numbers(5, seed=1))
     batch = {
         "x": tf.constant(numbers(11, 3, seed=2)),
-        "more": (np.arange(11, dtype="f4"), tf.complex(numbers(11, 5, seed=3), numbers(11, 5, seed=4))),
+        "more": (
+            np.arange(11, dtype="f4"),
+            tf.complex(numbers(11, 5, seed=3), numbers(11, 5, seed=4)),
+        ),
     }
     sources, sizes = (w, b, batch["x"], batch["more"][1]), []
 
@@ -63,7 +68,9 @@ def test_batches_have_any_length_also_less_than_the_towers_or_unknown(towers):
     w = tf.Variable(numbers(3, 2))
 
     def parallel(x):
-        return with_gradients(lambda: make_parallel(lambda x: tf.square(x @ w), towers(4), x=x), x, w)
+        return with_gradients(
+            lambda: make_parallel(lambda x: tf.square(x @ w), towers(4), x=x), x, w
+        )
 
     graph = tf.function(parallel, [tf.TensorSpec([None, 3])])
     for examples in (1, 3, 9):
@@ -91,7 +98,9 @@ def test_an_output_without_a_row_for_each_example_is_refused(towers, length, fn,
 
 
 def test_tensors_of_different_lengths_are_refused(towers):
-    add = tf.function(lambda x, y: make_parallel(tf.add, towers(2), x=x, y=y), [tf.TensorSpec([None])] * 2)
+    add = tf.function(
+        lambda x, y: make_parallel(tf.add, towers(2), x=x, y=y), [tf.TensorSpec([None])] * 2
+    )
     with pytest.raises(tf.errors.InvalidArgumentError, match="axis 0"):
         add(tf.ones(4), tf.ones(3))
 
@@ -112,7 +121,9 @@ def test_no_towers_are_refused(num_towers):
 X = numbers(10, 8)  # batches of 4, 4 and 2
 Y = np.sin(X).sum(1, keepdims=True)
 LABELS = np.arange(10) % 3
-WORDS = np.minimum(np.arange(40).reshape(10, 4) % 7, 4) * (np.arange(4) <= LABELS[:, None])  # 0 at the end: masked
+WORDS = np.minimum(np.arange(40).reshape(10, 4) % 7, 4) * (
+    np.arange(4) <= LABELS[:, None]
+)  # 0 at the end: masked
 HEADS = {  # name: activation and loss
     "softmax_of_labels": ("softmax", "sparse_categorical_crossentropy"),
     "sigmoid": ("sigmoid", "binary_crossentropy"),
@@ -137,23 +148,30 @@ def partly_frozen():
 def structured():
     inputs = {"a": keras.Input((8,), name="a"), "b": keras.Input((3,), name="b")}
     hidden = L.Concatenate()(list(inputs.values()))
-    return keras.Model(inputs, {name: L.Dense(size, name=name)(hidden) for name, size in (("sum", 1), ("kind", 3))})
+    return keras.Model(
+        inputs, {name: L.Dense(size, name=name)(hidden) for name, size in (("sum", 1), ("kind", 3))}
+    )
 
 
 def tagger():
     words = keras.Input((4,), dtype="int32")
     hidden = L.Embedding(5, 3, mask_zero=True)(words)
     return keras.Model(
-        words, [L.Dense(2, kind, name=f"tags{i}")(hidden) for i, kind in enumerate([None, tf.nn.softmax])]
+        words,
+        [L.Dense(2, kind, name=f"tags{i}")(hidden) for i, kind in enumerate([None, tf.nn.softmax])],
     )
 
 
 def case_of_heads(*names):
-    """Return a case whose probabilities are 0 in float32: its gradient needs the logits of the heads."""
+    """Return a case whose probabilities are 0 in float32: its gradient needs the logits of the
+    heads.
+    """
 
     def make():
         inputs, wide = keras.Input((8,)), keras.initializers.RandomNormal(stddev=30, seed=1)
-        outputs = [L.Dense(3, HEADS[name][0], kernel_initializer=wide, name=name)(inputs) for name in names]
+        outputs = [
+            L.Dense(3, HEADS[name][0], kernel_initializer=wide, name=name)(inputs) for name in names
+        ]
         return keras.Model(inputs, only(outputs))
 
     def only(values):
@@ -170,9 +188,19 @@ WEIGHTED = {"x": X, "y": Y, "sample_weight": np.arange(10.0)}
 TAGS = {"x": WORDS, "y": [numbers(10, 4, 2), numbers(10, 4, 2, seed=1)]}
 CASES = {  # a function that makes a model, data, options of compile, relative error
     "plain": (mlp, {"x": X, "y": Y}, MSE, 1e-5),
-    "regularizers, a frozen layer, weights": (partly_frozen, WEIGHTED, {**MSE, "weighted_metrics": ["mae"]}, 1e-5),
+    "regularizers, a frozen layer, weights": (
+        partly_frozen,
+        WEIGHTED,
+        {**MSE, "weighted_metrics": ["mae"]},
+        1e-5,
+    ),
     "mixed_bfloat16": (partial(mlp, dtype="mixed_bfloat16"), {"x": X, "y": Y}, MSE, 1e-2),
-    "structures": (structured, STRUCTURES, {"loss": LOSSES, "metrics": {"kind": ["accuracy"]}}, 1e-5),
+    "structures": (
+        structured,
+        STRUCTURES,
+        {"loss": LOSSES, "metrics": {"kind": ["accuracy"]}},
+        1e-5,
+    ),
     "masks": (tagger, TAGS, {"loss": ["mse", "mse"]}, 1e-5),
     "all heads": case_of_heads(*HEADS),
     "one head": case_of_heads("tensorflow_softmax"),
@@ -269,17 +297,24 @@ def test_files_are_those_of_the_original_which_trains_further(towers, tmp_path, 
         assert type(loaded) is type(keras.models.clone_model(parallel)) is original
         assert int(loaded.optimizer.iterations) == 2
         assert_close(loaded.get_weights(), expected, 0, 0)
-    for name, load in (("a", lambda model, path: model.load_weights(path)), ("b", keras.saving.load_weights)):
+    for name, load in (
+        ("a", lambda model, path: model.load_weights(path)),
+        ("b", keras.saving.load_weights),
+    ):
         for wrap in (lambda model: model, lambda model: make_parallel_model(model, towers(2))):
             fresh = make()
             load(wrap(fresh), tmp_path / f"{name}.weights.h5")
             assert_close(fresh.get_weights(), expected, 0, 0)
-    again = [model.fit(X, Y, shuffle=False, verbose=0).history["loss"] for model in (loaded, parallel)]
+    again = [
+        model.fit(X, Y, shuffle=False, verbose=0).history["loss"] for model in (loaded, parallel)
+    ]
     np.testing.assert_allclose(again[0], again[1], rtol=1e-5)
 
 
 def test_moving_statistics_are_the_mean_over_the_towers(towers):
-    x = numbers(8, 2)  # a batch of 7 as 3 + 2 + 2, then one of 1, which two towers have no example of
+    x = numbers(
+        8, 2
+    )  # a batch of 7 as 3 + 2 + 2, then one of 1, which two towers have no example of
     norm = L.BatchNormalization(momentum=0.9)
     parallel = make_parallel_model(keras.Sequential([keras.Input((2,)), norm]), towers(3))
     parallel.compile("sgd", "mse")
@@ -287,8 +322,12 @@ def test_moving_statistics_are_the_mean_over_the_towers(towers):
     mean, variance = np.zeros(2), np.ones(2)
     for shards in ([x[:3], x[3:5], x[5:7]], [x[7:]]):
         weights = [len(shard) / sum(map(len, shards)) for shard in shards]
-        mean = 0.9 * mean + 0.1 * sum(w * shard.mean(0) for w, shard in zip(weights, shards, strict=True))
-        variance = 0.9 * variance + 0.1 * sum(w * shard.var(0) for w, shard in zip(weights, shards, strict=True))
+        mean = 0.9 * mean + 0.1 * sum(
+            w * shard.mean(0) for w, shard in zip(weights, shards, strict=True)
+        )
+        variance = 0.9 * variance + 0.1 * sum(
+            w * shard.var(0) for w, shard in zip(weights, shards, strict=True)
+        )
     parallel.predict(x, verbose=0)  # which changes none
     np.testing.assert_allclose(norm.moving_mean.numpy(), mean, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(norm.moving_variance.numpy(), variance, rtol=1e-5)
@@ -297,7 +336,9 @@ def test_moving_statistics_are_the_mean_over_the_towers(towers):
 
 def test_towers_draw_different_dropout_and_the_seed_advances_once_a_step(towers):
     def dropout(count):
-        return make_parallel_model(keras.Sequential([keras.Input((64,)), L.Dropout(0.5, seed=3)]), towers(count))
+        return make_parallel_model(
+            keras.Sequential([keras.Input((64,)), L.Dropout(0.5, seed=3)]), towers(count)
+        )
 
     ones, parallel, single = tf.ones([6, 64]), dropout(2), dropout(1)
     step = tf.function(lambda: parallel(ones, training=True))
@@ -305,14 +346,18 @@ def test_towers_draw_different_dropout_and_the_seed_advances_once_a_step(towers)
     assert all(0.25 < (half == 0).mean() < 0.75 for half in halves)
     assert all((a != b).any() for i, a in enumerate(halves) for b in halves[:i])
     np.testing.assert_array_equal(parallel.layers[0].seed_generator.state.numpy(), [3, 2])
-    np.testing.assert_array_equal(single(ones, training=True), dropout(1).model(ones, training=True))
+    np.testing.assert_array_equal(
+        single(ones, training=True), dropout(1).model(ones, training=True)
+    )
 
 
 class Counts(L.Layer):
     """A layer that counts its calls."""
 
     def build(self, shape):
-        self.calls = self.add_weight(shape=(), dtype="int32", trainable=False, name="calls", initializer="zeros")
+        self.calls = self.add_weight(
+            shape=(), dtype="int32", trainable=False, name="calls", initializer="zeros"
+        )
 
     def call(self, x):
         self.calls.assign_add(1)
@@ -385,7 +430,9 @@ def test_models_that_towers_cannot_share_are_refused_in_their_first_step(towers,
 
 
 def test_xla_cannot_span_towers(towers):
-    """Keras asks `supports_jit` of every layer before it compiles for a GPU by itself; without a GPU it never does."""
+    """Keras asks `supports_jit` of every layer before it compiles for a GPU by itself; without a
+    GPU it never does.
+    """
     parallel = make_parallel_model(mlp(), towers(2))
     with pytest.warns(UserWarning, match="jit_compile"):
         parallel.compile("sgd", "mse", jit_compile=True)

@@ -20,13 +20,21 @@ def net(name, **options):
     """Make a model with random whitening filters, so that no gradient is zero by accident."""
     keras.utils.set_random_seed(1)
     whitening = np.random.default_rng(0).normal(size=(2, 2, 3, 24)).astype("f4")
-    return MODELS[name](**({"whitening": whitening} if "speednet" in name else {"image_size": 20}), **options)
+    return MODELS[name](
+        **({"whitening": whitening} if "speednet" in name else {"image_size": 20}), **options
+    )
 
 
 def with_gradients(model, images, stages=None, in_graph=True):
-    """Return (logits, new statistics, gradients), and whether each statistic is the same tensor as before."""
+    """Return (logits, new statistics, gradients), and whether each statistic is the same tensor as
+    before.
+    """
     same = []
-    call = staged_call(stages, model) if stages else functools.partial(model.stateless_call, training=True)
+    call = (
+        staged_call(stages, model)
+        if stages
+        else functools.partial(model.stateless_call, training=True)
+    )
     upstream = tf.random.stateless_normal([images.shape[0], 10], [1, 3])
 
     def run(weights, statistics, images):
@@ -48,8 +56,12 @@ def assert_close(results, expected, rtol):
 
 
 def branching_model():
-    """Operations that are not layers, a nested model, dropout, and an input that the last stage needs again."""
-    inner = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(8)], name="inner")
+    """Operations that are not layers, a nested model, dropout, and an input that the last stage
+    needs again.
+    """
+    inner = keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(8)], name="inner"
+    )
     images = keras.Input((8,))
     left = keras.layers.Dropout(0.5, seed=3)(keras.layers.Dense(8, "relu", name="left")(images))
     right = keras.ops.tanh(left) * 2 + images
@@ -79,7 +91,9 @@ def test_stages_equal_one_device(make, in_graph, counts, rtol):
         results, same_in_stages = with_gradients(model, images, stages, in_graph)
         assert_close(results, expected, rtol)
         assert same_in_stages == same
-        assert sum(same) == ("whitening" in [layer.name for layer in model.layers])  # the frozen filters
+        assert sum(same) == (
+            "whitening" in [layer.name for layer in model.layers]
+        )  # the frozen filters
         exchanged = {tensor.dtype for stage in stages[1:] for tensor in stage.model.inputs}
         assert exchanged <= {"bfloat16" if rtol > 1e-5 else "float32"}
 
@@ -89,9 +103,17 @@ def test_each_variable_has_one_stage_and_no_tensor_is_passed_on_that_none_needs(
     stages = cut_in_stages(model, DEVICES)
     assert stages[0].inputs == ("images",) and stages[-1].outputs == ("logits:0",)
     for index, stage in enumerate(stages[:-1]):
-        assert set(stage.outputs) <= {name for later in stages[index + 1 :] for name in later.inputs}
-    devices = {variable.path: stage.device for stage in stages for variable in stage.model.variables}
-    order = [DEVICES.index(devices[variable.path]) for layer in model.layers for variable in layer.variables]
+        assert set(stage.outputs) <= {
+            name for later in stages[index + 1 :] for name in later.inputs
+        }
+    devices = {
+        variable.path: stage.device for stage in stages for variable in stage.model.variables
+    }
+    order = [
+        DEVICES.index(devices[variable.path])
+        for layer in model.layers
+        for variable in layer.variables
+    ]
     assert order == sorted(order) and {*order} == {0, 1, 2, 3}
     assert len(order) == sum(len(stage.model.variables) for stage in stages)
 
@@ -105,7 +127,9 @@ def test_cutting_does_not_change_the_model():
 
 
 def graph_of_parts(model, stages, parts):
-    """Trace the gradients of `parts` micro-batches, each in scope `part_<m>`, and return the operations."""
+    """Trace the gradients of `parts` micro-batches, each in scope `part_<m>`, and return the
+    operations.
+    """
     call = staged_call(stages, model)
 
     @tf.function(autograph=False)
@@ -121,7 +145,9 @@ def graph_of_parts(model, stages, parts):
                 results.append((tape.gradient(loss, weights), new))
         return results
 
-    return step.get_concrete_function(tf.TensorSpec([4, *model.input.shape[1:]])).graph.get_operations()
+    return step.get_concrete_function(
+        tf.TensorSpec([4, *model.input.shape[1:]])
+    ).graph.get_operations()
 
 
 def test_forward_and_backward_are_on_the_stage_device():
@@ -134,7 +160,9 @@ def test_forward_and_backward_are_on_the_stage_device():
         convolutions = sum(type(layer).__name__ == "Conv2D" for layer in stage.model.layers)
         for kind in ("Conv2D", "Conv2DBackpropInput"):
             assert sum(op.type == kind for op in in_stage) == convolutions > 0
-    assert not [op for op in operations if op.type.startswith("Conv2D") and "/stage_" not in op.name]
+    assert not [
+        op for op in operations if op.type.startswith("Conv2D") and "/stage_" not in op.name
+    ]
     # inputs and outputs of a stage are not copied by way of the caller's device
     copies = [op for op in operations if op.type == "IdentityN" and "/stage_" not in op.name]
     assert [op.device[-5:] for op in copies] == [stage.device[1:] for stage in stages]
@@ -185,7 +213,9 @@ def test_cheapest_cuts_against_brute_force():
 def costs(monkeypatch):
     """Return a list that gets the costs of all layers when a model is cut."""
     seen = []
-    monkeypatch.setattr(pipeline, "cheapest_cuts", lambda of_layers, stages: seen.extend(of_layers) or range(stages))
+    monkeypatch.setattr(
+        pipeline, "cheapest_cuts", lambda of_layers, stages: seen.extend(of_layers) or range(stages)
+    )
     return seen
 
 
@@ -199,7 +229,9 @@ def test_multiply_adds_of_resnet20(monkeypatch, costs):
 
 def test_output_elements_have_a_cost(costs):
     images = keras.Input((None, None, 3))
-    model = keras.Model(images, keras.layers.ReLU()(keras.layers.Conv2D(5, 3, padding="same")(images)))
+    model = keras.Model(
+        images, keras.layers.ReLU()(keras.layers.Conv2D(5, 3, padding="same")(images))
+    )
     conv, _ = cut_in_stages(model, DEVICES[:2], open_size=4)
     assert costs == [27 * 5 * 16 + 100 * 5 * 16, 100 * 5 * 16]
     assert conv.model.inputs[0].shape == (None, None, None, 3)
@@ -211,7 +243,8 @@ def called_twice():
 
 
 @pytest.mark.parametrize(
-    ("make", "stages", "mentions"), [(branching_model, 12, "12 .* branching"), (called_twice, 2, "twice")]
+    ("make", "stages", "mentions"),
+    [(branching_model, 12, "12 .* branching"), (called_twice, 2, "twice")],
 )
 def test_models_that_cannot_be_cut_are_refused(make, stages, mentions):
     with pytest.raises(UsageError, match=mentions):

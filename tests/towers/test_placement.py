@@ -15,10 +15,15 @@ def device_indices(variables):
     return [int(v.device[-1]) for v in variables]
 
 
-@pytest.mark.parametrize(("policy", "expected"), [("cpu", [0] * 5), ("round_robin", [0, 1, 2, 0, 1])])
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("cpu", [0] * 5), ("round_robin", [0, 1, 2, 0, 1])]
+)
 def test_policies_override_the_device_scope(towers, policy, expected):
     layers = [keras.layers.Dense(2) for _ in range(2)]
-    with variable_placement(policy, towers(3) if policy == "round_robin" else ()), tf.device("/CPU:5"):
+    with (
+        variable_placement(policy, towers(3) if policy == "round_robin" else ()),
+        tf.device("/CPU:5"),
+    ):
         for layer in layers:
             layer.build((None, 3))
         variables = [v.value for layer in layers for v in layer.variables] + [tf.Variable(0.0)]
@@ -26,7 +31,9 @@ def test_policies_override_the_device_scope(towers, policy, expected):
 
 
 def test_least_loaded_counts_bytes(towers):
-    by_another_name = [Tower(tower.index, tower.device.replace("/", "/device:")) for tower in towers(3)]
+    by_another_name = [
+        Tower(tower.index, tower.device.replace("/", "/device:")) for tower in towers(3)
+    ]
     with variable_placement("least_loaded", by_another_name):
         big = tf.Variable(tf.zeros([100]))  # 400 bytes on 0
         small = tf.Variable(tf.zeros([10], tf.float64))  # 80 on 1
@@ -34,17 +41,34 @@ def test_least_loaded_counts_bytes(towers):
         layer.build((None, 30))  # 600 on 2, 20 on 1, which makes 100
         with pin_to_device(small.device):
             slot = tf.Variable(tf.zeros([60]))  # 240 on the same device, which makes 340
-        late = [tf.Variable(tf.zeros([n])) for n in (10, 20, 1)]  # 1 holds 380; 1 holds 460; then 0 has least
-    assert device_indices([big, small, *(v.value for v in layer.variables), slot, *late]) == [0, 1, 2, 1, 1, 1, 1, 0]
+        late = [
+            tf.Variable(tf.zeros([n])) for n in (10, 20, 1)
+        ]  # 1 holds 380; 1 holds 460; then 0 has least
+    assert device_indices([big, small, *(v.value for v in layer.variables), slot, *late]) == [
+        0,
+        1,
+        2,
+        1,
+        1,
+        1,
+        1,
+        0,
+    ]
 
 
 def test_the_flag_has_all_placements():
-    (field,) = (field for field in dataclasses.fields(TrainConfig) if field.name == "variable_placement")
+    (field,) = (
+        field for field in dataclasses.fields(TrainConfig) if field.name == "variable_placement"
+    )
     assert field.metadata["choices"] == tuple(PLACEMENTS)
 
 
 def test_variables_are_on_gpus_by_default_if_their_update_is_large_or_compiled():
-    configs = [TrainConfig(model="cifarnet"), TrainConfig(model="cifarnet", jit_compile=True), TrainConfig()]
+    configs = [
+        TrainConfig(model="cifarnet"),
+        TrainConfig(model="cifarnet", jit_compile=True),
+        TrainConfig(),
+    ]
     defaults = [resolve_placement(config, [Tower(0, "/GPU:0")]) for config in configs]
     assert defaults == ["cpu", "round_robin", "round_robin"]
 

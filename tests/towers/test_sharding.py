@@ -15,7 +15,10 @@ def test_structures_of_tensors_and_arrays_are_split_on_axis_0(towers):
 
 
 def test_micro_batches_have_equal_sizes():
-    assert [part.numpy().tolist() for part in run_micro_batches(tf.identity, tf.range(4), 2)] == [[0, 1], [2, 3]]
+    assert [part.numpy().tolist() for part in run_micro_batches(tf.identity, tf.range(4), 2)] == [
+        [0, 1],
+        [2, 3],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -23,14 +26,30 @@ def test_micro_batches_have_equal_sizes():
     [
         (split_batch, tf.range(3), "3 examples"),
         (partial(split_batch, allow_uneven=True), tf.range(3), "3 examples"),
-        (split_batch, tf.range(11), "11 examples.*drop_remainder=True.*allow_uneven=True.*weights="),
+        (
+            split_batch,
+            tf.range(11),
+            "11 examples.*drop_remainder=True.*allow_uneven=True.*weights=",
+        ),
         (split_batch, [tf.range(4), tf.range(8)], "{8, 4}|{4, 8}"),
-        (lambda batch, towers: run_micro_batches(tf.identity, batch, 4), tf.range(11), "11 examples"),
+        (
+            lambda batch, towers: run_micro_batches(tf.identity, batch, 4),
+            tf.range(11),
+            "11 examples",
+        ),
     ],
-    ids=["empty shard", "empty shard, uneven", "uneven shards", "different lengths", "uneven micro-batches"],
+    ids=[
+        "empty shard",
+        "empty shard, uneven",
+        "uneven shards",
+        "different lengths",
+        "uneven micro-batches",
+    ],
 )
 def test_batches_that_cannot_be_split_in_four_are_refused(towers, split, batch, mentions):
-    """The mean over an empty shard is NaN, and the mean of means over uneven ones not that over the examples."""
+    """The mean over an empty shard is NaN, and the mean of means over uneven ones not that over the
+    examples.
+    """
     with pytest.raises(ValueError, match=mentions):
         split(batch, towers(4))
 
@@ -38,8 +57,16 @@ def test_batches_that_cannot_be_split_in_four_are_refused(towers, split, batch, 
 def test_each_tower_runs_in_its_device_and_name_scope(towers):
     @tf.function
     def graph(x):
-        return run_on_towers(lambda tower, shard: tf.square(shard), towers(4), split_batch(x, towers(4)))
+        return run_on_towers(
+            lambda tower, shard: tf.square(shard), towers(4), split_batch(x, towers(4))
+        )
 
-    squares = [op for op in graph.get_concrete_function(tf.ones([8])).graph.get_operations() if op.type == "Square"]
-    assert [(op.name, op.device[-5:]) for op in squares] == [(f"tower_{i}/Square", f"CPU:{i}") for i in range(4)]
+    squares = [
+        op
+        for op in graph.get_concrete_function(tf.ones([8])).graph.get_operations()
+        if op.type == "Square"
+    ]
+    assert [(op.name, op.device[-5:]) for op in squares] == [
+        (f"tower_{i}/Square", f"CPU:{i}") for i in range(4)
+    ]
     np.testing.assert_array_equal(tf.concat(graph(tf.range(8.0)), 0), np.arange(8.0) ** 2)

@@ -15,20 +15,33 @@ class Run:
         self.batches = build.make_batches(config, examples)
         length = RunLength(self.batches.steps_per_epoch, 100, 100)
         augmentation = build.make_own_augmentation(config, examples.info)
-        self.state, self.train_step = build.make_training(config, towers, precision, examples, length, augmentation)
+        self.state, self.train_step = build.make_training(
+            config, towers, precision, examples, length, augmentation
+        )
         self.step_towers = towers[: config.num_towers(len(towers))]
 
     def rates(self, step=0, rate=None):
-        """Return the recipe's learning rates of a step, or `rate` for all groups that are active in it."""
+        """Return the recipe's learning rates of a step, or `rate` for all groups that are active in
+        it.
+        """
         rates = self.state.optimizer.learning_rates(step)
-        return {name: tf.constant(own if rate is None else rate, tf.float32) for name, own in rates.items()}
+        return {
+            name: tf.constant(own if rate is None else rate, tf.float32)
+            for name, own in rates.items()
+        }
 
     def step(self, number=0, batch=None, rates=None, **options):
-        """Make a step, by default on its own batch at its own rates; return the metrics as NumPy arrays."""
+        """Make a step, by default on its own batch at its own rates; return the metrics as NumPy
+        arrays.
+        """
         batch = self.batches.at(number) if batch is None else batch
         return to_numpy(self.train_step(batch, rates or self.rates(number), **options))
 
     def values(self, prefix=""):
-        """Return the variables' values whose names in checkpoints begin with `prefix`, by the rest of the name."""
+        """Return the variables' values whose names in checkpoints begin with `prefix`, by the rest
+        of the name.
+        """
         named = self.state.named_variables().items()
-        return {name.removeprefix(prefix): v.numpy() for name, v in named if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): v.numpy() for name, v in named if name.startswith(prefix)
+        }

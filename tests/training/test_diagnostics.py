@@ -12,14 +12,25 @@ from cifar_towers.training import build, diagnostics
 from cifar_towers.training.step import FinishedStep
 from tests.training.runs import Run
 
-SETTINGS = {"model": "cifarnet", "crop": 24, "shift": 0, "standardize": "image", "batch_size": 24, "learning_rate": 0.1}
+SETTINGS = {
+    "model": "cifarnet",
+    "crop": 24,
+    "shift": 0,
+    "standardize": "image",
+    "batch_size": 24,
+    "learning_rate": 0.1,
+}
 
 
 def make_run(towers, examples, **settings):
     """Return a run, and the function that computes its diagnostics."""
     run = Run(towers, examples, TrainConfig(**SETTINGS | settings))
     augmentation = build.make_own_augmentation(run.config, CIFAR10)
-    return run, augmentation, diagnostics.make_diagnose_fn(run.state.model, augmentation, run.step_towers)
+    return (
+        run,
+        augmentation,
+        diagnostics.make_diagnose_fn(run.state.model, augmentation, run.step_towers),
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,8 +64,12 @@ def test_gradients_and_images_are_those_of_their_step(towers, examples, count, s
 
     of_towers = [gradients_of(shard) for shard in shards]
     means = [np.mean(of_one, 0) for of_one in zip(*of_towers, strict=True)]
-    *flat, mean = [np.concatenate([g.ravel() for g in gradients]) for gradients in [*of_towers, means]]
-    np.testing.assert_allclose(found.tower_gradient_norm, [np.linalg.norm(own) for own in flat], rtol=1e-4)
+    *flat, mean = [
+        np.concatenate([g.ravel() for g in gradients]) for gradients in [*of_towers, means]
+    ]
+    np.testing.assert_allclose(
+        found.tower_gradient_norm, [np.linalg.norm(own) for own in flat], rtol=1e-4
+    )
     cosines = [own @ mean / np.linalg.norm(own) / np.linalg.norm(mean) for own in flat]
     np.testing.assert_allclose(found.tower_gradient_cosine, cosines, atol=1e-5)
     assert list(found.gradients) == [v.path for v in model.trainable_variables if len(v.shape) > 1]
@@ -90,12 +105,16 @@ def test_nonlinear_layers_are_measured_also_of_a_reused_backbone(towers, example
     x = images = keras.Input([24, 24, 3])
     for layer in backbone.layers:
         x = layer(x)
-    model = keras.Model(images, keras.layers.Dense(10, name="head")(keras.layers.GlobalAveragePooling2D()(x)))
+    model = keras.Model(
+        images, keras.layers.Dense(10, name="head")(keras.layers.GlobalAveragePooling2D()(x))
+    )
     run, augmentation, _ = make_run(towers(1), examples)
     batch = run.batches.at(0)
     gradients = [v.numpy() for v in model.trainable_variables]
     metrics = run.step(0, batch)._replace(gradients=gradients, tower_gradients=[gradients])
-    found = diagnostics.make_diagnose_fn(model, augmentation, towers(1))(FinishedStep(1, batch, {}, 24, metrics))
+    found = diagnostics.make_diagnose_fn(model, augmentation, towers(1))(
+        FinishedStep(1, batch, {}, 24, metrics)
+    )
     given = augmentation.augment(batch.images, batch.draws)
     relu = tf.nn.relu(layers[0](given))
     assert list(found.activations) == ["relu", "tanh", "head"]

@@ -11,7 +11,9 @@ def test_weight_average_by_hand():
     v = tf.Variable([0.0])
     average = ExponentialMovingAverage([v], decay=0.9)
     v.assign([11.0])
-    average.update(tf.constant(1, tf.int64), tf.constant(True), v.device)  # (1 + 1) / (10 + 1): 2/11 of 0, 9/11 of 11
+    average.update(
+        tf.constant(1, tf.int64), tf.constant(True), v.device
+    )  # (1 + 1) / (10 + 1): 2/11 of 0, 9/11 of 11
     np.testing.assert_allclose(average.averages[0], [9.0], rtol=1e-6)
     average.update(tf.constant(1000, tf.int64), tf.constant(True), v.device)  # 0.9
     np.testing.assert_allclose(average.averages[0], [0.9 * 9 + 0.1 * 11], rtol=1e-6)

@@ -27,18 +27,29 @@ STEPS, BATCH, RATE, MOMENTUM, BOUND = 4, 48, 0.1, 0.9, 1e-4
 AUGMENTATION = Augmentation(shift=2, brightness=8.0)
 SOME = [("towers", "cpu", 1, 4), ("towers", "round_robin", 2, 1), ("towers", "least_loaded", 4, 1)]
 SOME += [("mirrored", "", 2, 1), ("mirrored", "", 2, 2)]
-ALL = [("towers", "cpu", 1, 1), *(("towers", placement, count, 1) for placement in PLACEMENTS for count in (2, 4))]
-ALL += [("towers", "cpu", 2, 2), ("mirrored", "", 1, 4), *(("mirrored", "", count, 1) for count in (1, 2, 4))]
+ALL = [
+    ("towers", "cpu", 1, 1),
+    *(("towers", placement, count, 1) for placement in PLACEMENTS for count in (2, 4)),
+]
+ALL += [
+    ("towers", "cpu", 2, 2),
+    ("mirrored", "", 1, 4),
+    *(("mirrored", "", count, 1) for count in (1, 2, 4)),
+]
 
 
 def small_net(synchronized=False):
-    """Two convolutions with batch norm and smooth activations: nothing in it decides, so rounding stays rounding.
+    """Two convolutions with batch norm and smooth activations: nothing in it decides, so rounding
+    stays rounding.
 
     One norm is Keras's.
     """
     keras.utils.set_random_seed(0)
     x = images = keras.Input((32, 32, 3))
-    for width, norm in ((8, BatchNorm(name="norm")), (16, keras.layers.BatchNormalization(name="of_keras"))):
+    for width, norm in (
+        (8, BatchNorm(name="norm")),
+        (16, keras.layers.BatchNormalization(name="of_keras")),
+    ):
         x = Conv2D(width, 3, strides=2, padding="same", use_bias=False, name=f"conv{width}")(x)
         x = Activation("silu", name=f"silu{width}")(norm(x))
     x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
@@ -81,14 +92,18 @@ def combined(strategy, placement, towers, batches, synchronized=False, **options
     else:
         with variable_placement(placement, towers):
             state = make_state(synchronized)
-        update = make_update(state, towers, loss_fn, AUGMENTATION, synchronized=synchronized, **options)
+        update = make_update(
+            state, towers, loss_fn, AUGMENTATION, synchronized=synchronized, **options
+        )
         step = tf.function(update, autograph=False)
     return after_steps(state, step, batches)
 
 
 @pytest.fixture(scope="module")
 def witness(batches):
-    """witness(parts): the same on one device; batch norm sees each of `parts` parts of the batch by itself."""
+    """witness(parts): the same on one device; batch norm sees each of `parts` parts of the batch by
+    itself.
+    """
 
     @functools.cache
     def one_device(parts):
@@ -106,11 +121,20 @@ def witness(batches):
                 chosen = slice(size * part, size * (part + 1))
                 with tf.GradientTape() as tape:
                     logits = model(images[chosen], training=True)
-                    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(batch.labels[chosen], logits)
+                    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+                        batch.labels[chosen], logits
+                    )
                     loss = tf.reduce_mean(losses)
-                gradients.append([g.numpy() for g in tape.gradient(loss, [v.value for v in model.trainable_variables])])
+                gradients.append(
+                    [
+                        g.numpy()
+                        for g in tape.gradient(loss, [v.value for v in model.trainable_variables])
+                    ]
+                )
                 moved.append([v.numpy() for v in statistics])
-            for variable, buffer, *of_parts in zip(model.trainable_variables, buffers, *gradients, strict=True):
+            for variable, buffer, *of_parts in zip(
+                model.trainable_variables, buffers, *gradients, strict=True
+            ):
                 buffer *= MOMENTUM
                 buffer += np.mean(of_parts, 0)
                 variable.assign(variable - RATE * buffer)
@@ -127,16 +151,26 @@ def largest_difference(one, other):
     return max(np.max(np.abs(one[path] - other[path])) / np.max(np.abs(one[path])) for path in one)
 
 
-@pytest.mark.parametrize("rows", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "rows", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"]
+)
 def test_every_placement_and_strategy_equals_one_device(towers, batches, witness, rows):
-    """`synchronized` equals the whole batch on one device, `mean` the same batch in as many parts as batch norm sees.
+    """`synchronized` equals the whole batch on one device, `mean` the same batch in as many parts
+    as batch norm sees.
 
     These are towers times micro-batches.
     """
     for strategy, how, count, parts in rows:
         by_mean = combined(strategy, how, towers(count), batches, micro_batches=parts)
-        assert largest_difference(witness(count * parts), by_mean) < BOUND, (strategy, how, count, parts)
-        assert count * parts == 1 or largest_difference(witness(1), by_mean) > BOUND  # this net can tell the two apart
+        assert largest_difference(witness(count * parts), by_mean) < BOUND, (
+            strategy,
+            how,
+            count,
+            parts,
+        )
+        assert (
+            count * parts == 1 or largest_difference(witness(1), by_mean) > BOUND
+        )  # this net can tell the two apart
         if parts == 1:
             by_all = combined(strategy, how, towers(count), batches, synchronized=True)
             assert largest_difference(witness(1), by_all) < BOUND, (strategy, how, count)
@@ -149,7 +183,12 @@ def test_stages_equal_one_device(towers, batches, witness, stages, parts):
         state = make_state()
     cut = cut_in_stages(state.model, devices)
     update = make_update(state, towers(1), loss_fn, AUGMENTATION, micro_batches=parts, stages=cut)
-    assert largest_difference(witness(parts), after_steps(state, tf.function(update, autograph=False), batches)) < BOUND
+    assert (
+        largest_difference(
+            witness(parts), after_steps(state, tf.function(update, autograph=False), batches)
+        )
+        < BOUND
+    )
     homes = {stage.device: {v.path for v in stage.model.variables} for stage in cut}
     slots = state.optimizer.groups[0].rule.slots["momentum"]
     for variable, slot in zip(state.model.trainable_variables, slots, strict=True):

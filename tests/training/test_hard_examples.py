@@ -30,11 +30,17 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize(
     ("settings", "parts"),
-    [({"micro_batches": 2}, 4), pytest.param({"batch_statistics": "synchronized"}, 1, marks=pytest.mark.slow)],
+    [
+        ({"micro_batches": 2}, 4),
+        pytest.param({"batch_statistics": "synchronized"}, 1, marks=pytest.mark.slow),
+    ],
 )
-def test_training_uses_the_examples_with_the_highest_proxy_losses(towers, examples, settings, parts):
-    """Step by step the same as two trainings apart: of the small net on all, of the large one on those alone
-    whose losses, by the small net as it is before the step, are the highest."""
+def test_training_uses_the_examples_with_the_highest_proxy_losses(
+    towers, examples, settings, parts
+):
+    """Step by step the same as two trainings apart: of the small net on all, of the large one on
+    those alone whose losses, by the small net as it is before the step, are the highest.
+    """
     both = Run(towers(2), examples, make_config(ema_decay=0.9, **settings))
     small = Run(towers(2), examples, build.proxy_config(both.config))
     alone = Run(towers(2), examples, make_config(hard_example_pool=0, ema_decay=0.9, **settings))
@@ -48,13 +54,19 @@ def test_training_uses_the_examples_with_the_highest_proxy_losses(towers, exampl
         results = small.step(number, batch, both.rates(number))  # so that its whitening rests
         assert results.loss == pytest.approx(metrics.proxy.loss, rel=1e-5)
         results = alone.step(number, gather_rows(batch, metrics.hard_examples))
-        assert results.accuracy == metrics.accuracy and results.loss == pytest.approx(metrics.loss, rel=1e-5)
+        assert results.accuracy == metrics.accuracy and results.loss == pytest.approx(
+            metrics.loss, rel=1e-5
+        )
     assert_same(both.values("proxy."), small.values())
-    assert_same({n: v for n, v in both.values().items() if not n.startswith("proxy.")}, alone.values())
+    assert_same(
+        {n: v for n, v in both.values().items() if not n.startswith("proxy.")}, alone.values()
+    )
 
 
 def losses(run, batch, parts):
-    """Return the recipe's loss of each example by the state's net, whose batch norm sees one of so many parts."""
+    """Return the recipe's loss of each example by the state's net, whose batch norm sees one of so
+    many parts.
+    """
     images = build.make_augmentation(run.config, CIFAR10).augment(batch.images, batch.draws)
     parts = [
         run.state.model.stateless_call(*run.state.read_variables(), part, training=True)
@@ -73,7 +85,11 @@ def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples):
     metrics = run.step()
     assert metrics.updated and not metrics.proxy.updated and (metrics.nonfinite_towers == -1).all()
     after = run.values()
-    moved = {name for name, value in before.items() if not np.array_equal(after[name], value, equal_nan=True)}
+    moved = {
+        name
+        for name, value in before.items()
+        if not np.array_equal(after[name], value, equal_nan=True)
+    }
     assert {"proxy.step", "step", "model.dense.kernel"} <= moved
     assert not [name for name in moved if name.startswith(("proxy.model", "proxy.optimizer"))]
 
@@ -87,7 +103,9 @@ def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples):
         (1000, 1001, 2, "hard_example_pool=1001 .*2 .* 1002"),
     ],
 )
-def test_pools_that_cannot_be_drawn_or_shared_are_refused(examples, batch_size, pool, towers, message):
+def test_pools_that_cannot_be_drawn_or_shared_are_refused(
+    examples, batch_size, pool, towers, message
+):
     config = make_config(batch_size=batch_size, hard_example_pool=pool)
     with pytest.raises(UsageError, match=message):
         config.check_shares(towers) if towers else build.make_batches(config, examples)

@@ -1,4 +1,6 @@
-"""A step that XLA compiles: the same to rounding, few launches, and only operations that XLA has for GPUs."""
+"""A step that XLA compiles: the same to rounding, few launches, and only operations that XLA has
+for GPUs.
+"""
 
 import dataclasses
 
@@ -13,14 +15,26 @@ from tests import operations
 from tests.configs import recipe
 from tests.training.runs import Run
 
-ALL_PARTS = {"model": f"{__file__}:without_dropout", "batch_size": 16, "ema_decay": 0.9, "lookahead": True}
-ALL_PARTS |= {"optimizer": "muon", "learning_rate": 0.02, "label_smoothing": 0.1, "weight_decay": 0.01}
+ALL_PARTS = {
+    "model": f"{__file__}:without_dropout",
+    "batch_size": 16,
+    "ema_decay": 0.9,
+    "lookahead": True,
+}
+ALL_PARTS |= {
+    "optimizer": "muon",
+    "learning_rate": 0.02,
+    "label_smoothing": 0.1,
+    "weight_decay": 0.01,
+}
 ALL_PARTS |= {"brightness": 8.0, "cutout": 4}
 WHOLE, EACH = {"variable_placement": "round_robin"}, {"variable_placement": "cpu"}
 
 
 def without_dropout(image_size, num_classes):
-    """Make a convolution, batch norm and a dense layer with weight loss. XLA draws other random numbers."""
+    """Make a convolution, batch norm and a dense layer with weight loss. XLA draws other random
+    numbers.
+    """
     images = keras.Input((None, None, 3))
     x = keras.layers.BatchNormalization()(keras.layers.Conv2D(8, 3, 2, use_bias=False)(images))
     x = keras.layers.GlobalAveragePooling2D()(keras.layers.Activation("silu")(x))
@@ -42,7 +56,9 @@ def as_eager_code(images, draws):
 
 
 def after_steps(towers, examples, precision="float32", **settings):
-    """Return all variables after six steps, in which slow weights were taken once, and the last metrics."""
+    """Return all variables after six steps, in which slow weights were taken once, and the last
+    metrics.
+    """
     run = Run(towers, examples, TrainConfig(**ALL_PARTS | settings), precision)
     metrics = [run.step(number) for number in range(6)]
     return run.values(), metrics[-1]
@@ -54,10 +70,16 @@ def after_steps(towers, examples, precision="float32", **settings):
     [
         (1, WHOLE),
         (4, WHOLE),
-        pytest.param(1, WHOLE | {"hard_example_pool": 32, "learning_rate": 0.002}, marks=pytest.mark.slow),
+        pytest.param(
+            1, WHOLE | {"hard_example_pool": 32, "learning_rate": 0.002}, marks=pytest.mark.slow
+        ),
         pytest.param(2, EACH | {"micro_batches": 2}, marks=pytest.mark.slow),
         pytest.param(2, {"strategy": "mirrored"}, marks=pytest.mark.slow),
-        (1, WHOLE | {"optimizer": "adamw", "augment": f"{__file__}:as_eager_code", "micro_batches": 2}),
+        (
+            1,
+            WHOLE
+            | {"optimizer": "adamw", "augment": f"{__file__}:as_eager_code", "micro_batches": 2},
+        ),
     ],
 )
 def test_compiled_equals_not_compiled(towers, examples, count, settings):
@@ -65,7 +87,9 @@ def test_compiled_equals_not_compiled(towers, examples, count, settings):
     compiled, of_compiled = after_steps(towers(count), examples, **settings, jit_compile=True)
     assert plain.keys() == compiled.keys()
     for name, value in plain.items():
-        np.testing.assert_allclose(compiled[name], value, rtol=1e-3, atol=1e-3 * np.abs(value).max(), err_msg=name)
+        np.testing.assert_allclose(
+            compiled[name], value, rtol=1e-3, atol=1e-3 * np.abs(value).max(), err_msg=name
+        )
     assert of_compiled.updated and of_compiled.loss == pytest.approx(metrics.loss, rel=1e-4)
     assert of_compiled.gradient_norm == pytest.approx(metrics.gradient_norm, rel=1e-3)
 
@@ -79,12 +103,16 @@ def test_compiled_towers_equal_one_not_compiled(towers, examples):
         losses = [run.step(number).loss for run in (one, three)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     for name, value in one.values("model.").items():
-        np.testing.assert_allclose(three.values("model.")[name], value, atol=1e-3 * np.abs(value).max(), err_msg=name)
+        np.testing.assert_allclose(
+            three.values("model.")[name], value, atol=1e-3 * np.abs(value).max(), err_msg=name
+        )
 
 
 def traced(towers, examples, name, precision="float32", **settings):
     """Return the traced step of a recipe's first image size, while all groups are trained."""
-    run = Run(towers, examples, recipe(name, batch_size=12, whitening_images=60, **settings), precision)
+    run = Run(
+        towers, examples, recipe(name, batch_size=12, whitening_images=60, **settings), precision
+    )
     return run.train_step.get_concrete_function(run.batches.at(0), run.rates())
 
 
@@ -93,11 +121,15 @@ def test_the_host_launches_few_operations(towers, examples, name):
     """One tower, with its variables on its device or on the host."""
     (tower,) = towers(1)
     before, whole = (
-        operations.count_launched(traced([tower], examples, name, jit_compile=jit)) for jit in (False, True)
+        operations.count_launched(traced([tower], examples, name, jit_compile=jit))
+        for jit in (False, True)
     )
     elsewhere = dataclasses.replace(tower, device="/CPU:1")
     apart = operations.count_launched(traced([elsewhere], examples, name, jit_compile=True))
-    print(f"{name}: {before} operations, {whole} compiled whole, {apart} with variables on another device")
+    print(
+        f"{name}: {before} operations, {whole} compiled whole, {apart} with variables on another "
+        "device"
+    )
     assert whole <= 60 and apart <= 100 and before > 5 * apart
 
 

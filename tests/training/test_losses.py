@@ -15,14 +15,18 @@ def test_smoothed_cross_entropy_by_hand():
     logits = tf.constant([[2.0, 0.0, 0.0, 0.0]])
     log_p = np.log(np.exp([2.0, 0, 0, 0]) / np.exp([2.0, 0, 0, 0]).sum())
     expected = -(0.85 * log_p[0] + 0.05 * log_p[1:].sum())
-    assert float(cross_entropy(tf.constant([0]), logits, 0.2)[0]) == pytest.approx(expected, rel=1e-6)
+    assert float(cross_entropy(tf.constant([0]), logits, 0.2)[0]) == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 def test_loss_averages_are_debiased_and_ignore_nonfinite_steps():
     averages = SmoothedLosses(["total_loss"])
 
     def average(loss, finite=True):
-        return float(averages.update({"total_loss": tf.constant(loss)}, tf.constant(finite))["total_loss"])
+        return float(
+            averages.update({"total_loss": tf.constant(loss)}, tf.constant(finite))["total_loss"]
+        )
 
     assert average(np.nan, False) == 0.0
     assert average(4.0) == pytest.approx(4.0)
@@ -39,12 +43,18 @@ class VectorLoss(keras.layers.Layer):
 
 
 def test_every_call_of_a_layer_adds_its_losses():
-    """By hand: 1e-3 times the sum of squares of both outputs over the batch size, and of the kernel; and a sum."""
+    """By hand: 1e-3 times the sum of squares of both outputs over the batch size, and of the
+    kernel; and a sum.
+    """
     keras.utils.set_random_seed(0)
     penalty = keras.layers.ActivityRegularization(l2=1e-3)
     images = keras.Input([6, 6, 3])
     first = penalty(VectorLoss()(images))
-    second = penalty(keras.layers.Conv2D(4, 3, kernel_regularizer=keras.regularizers.L2(1e-3), name="conv")(first))
+    second = penalty(
+        keras.layers.Conv2D(4, 3, kernel_regularizer=keras.regularizers.L2(1e-3), name="conv")(
+            first
+        )
+    )
     model = keras.Model(images, keras.layers.Dense(10)(keras.layers.Flatten()(second)))
     given = tf.random.stateless_uniform([2, 6, 6, 3], (0, 1))
     outputs = given, model.get_layer("conv")(given)
@@ -63,12 +73,19 @@ def test_towers_that_meet_in_a_norm_keep_their_losses(towers):
     model = keras.Model(images, keras.layers.BatchNormalization()(penalized))
     synchronize(model)
     call = step.training_call(model)
-    variables = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
+    variables = (
+        [v.value for v in model.trainable_variables],
+        [v.value for v in model.non_trainable_variables],
+    )
     given = tf.random.stateless_uniform([4, 6, 6, 3], (0, 1))
 
     @tf.function(autograph=False)
     def run(batch):
-        return run_on_towers_synchronized(lambda tower, shard: call(*variables, shard)[2:], both, batch)
+        return run_on_towers_synchronized(
+            lambda tower, shard: call(*variables, shard)[2:], both, batch
+        )
 
     losses = run(split_batch(given, both))
-    np.testing.assert_allclose(losses, [[1e-3 * np.sum(np.square(half)) / 2] for half in np.split(given, 2)], rtol=1e-5)
+    np.testing.assert_allclose(
+        losses, [[1e-3 * np.sum(np.square(half)) / 2] for half in np.split(given, 2)], rtol=1e-5
+    )

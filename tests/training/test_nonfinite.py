@@ -1,4 +1,6 @@
-"""Steps that are not finite: the update is skipped, the step is counted, and the message names the origin."""
+"""Steps that are not finite: the update is skipped, the step is counted, and the message names the
+origin.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +16,9 @@ from tests.configs import TINY_NET, recipe
 from tests.messages import lines_with
 from tests.training.runs import Run
 
-NET = recipe("smoke", crop=20, shift=0, batch_size=24, whitening_images=60, ema_decay=0.9, lookahead=True)
+NET = recipe(
+    "smoke", crop=20, shift=0, batch_size=24, whitening_images=60, ema_decay=0.9, lookahead=True
+)
 NET = replace(NET, model=TINY_NET)
 WAYS = [{}, {"strategy": "mirrored"}]
 WAYS += [pytest.param({"batch_statistics": "synchronized"}, marks=pytest.mark.slow)]
@@ -25,7 +29,9 @@ def describe(run, metrics):
 
 
 def same(before, after):
-    return all(np.array_equal(value, after[name]) for name, value in before.items() if name != "step")
+    return all(
+        np.array_equal(value, after[name]) for name, value in before.items() if name != "step"
+    )
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())) or "towers")
@@ -38,12 +44,22 @@ def test_nonfinite_step_changes_nothing_and_names_its_tower(towers, examples, wa
         images = tf.cast(batch.images, tf.float32).numpy()
         images[example] = np.inf  # a single NaN could get lost: max pooling passes over it
         metrics = run.step(0, batch._replace(images=tf.constant(images)), rates)
-        synchronized = way.get("batch_statistics") == "synchronized"  # there it spreads before any loss is taken
-        assert not metrics.updated and same(before, run.values()) and not first_nonfinite(run.values())
-        assert f"cross_entropy of tower_{0 if synchronized else example // 12} " in describe(run, metrics)
+        synchronized = (
+            way.get("batch_statistics") == "synchronized"
+        )  # there it spreads before any loss is taken
+        assert (
+            not metrics.updated and same(before, run.values()) and not first_nonfinite(run.values())
+        )
+        assert f"cross_entropy of tower_{0 if synchronized else example // 12} " in describe(
+            run, metrics
+        )
         assert np.isfinite(list(metrics.smoothed_losses.values())).all()
     metrics = run.step(0, batch, run.rates(rate=np.inf))  # whose update would overflow the weights
-    assert not metrics.updated and same(before, run.values()) and (metrics.nonfinite_towers == -1).all()
+    assert (
+        not metrics.updated
+        and same(before, run.values())
+        and (metrics.nonfinite_towers == -1).all()
+    )
     assert any(name in describe(run, metrics) for name in run.state.update_names)
     assert run.step(0, batch, rates).updated and not same(before, run.values())
     assert run.state.step.numpy() == 5
@@ -54,9 +70,12 @@ def finished(step, finite, proxy_finite=True):
 
     def metrics(finite, proxy=None):
         return SimpleNamespace(
-            updated=finite, proxy=proxy, losses={"total_loss": 0.0}, nonfinite_update=-1,
+            updated=finite,
+            proxy=proxy,
+            losses={"total_loss": 0.0},
+            nonfinite_update=-1,
             nonfinite_towers=np.array([-1 if finite else 0]),
-        )  # fmt: skip
+        )
 
     return FinishedStep(step, np.array([7, 8]), {}, 32, metrics(finite, metrics(proxy_finite)))
 
@@ -65,10 +84,20 @@ def test_skipped_steps_are_counted_in_all_and_in_a_row(towers):
     """Steps of the proxy count, too."""
     net = SimpleNamespace(weight_names=["w"], update_names=["w"])
     health, later = (Health(SimpleNamespace(**vars(net), proxy=net), towers(1)) for _ in range(2))
-    steps = finished(6, True), finished(7, False), finished(8, True), finished(9, False), finished(10, True, False)
+    steps = (
+        finished(6, True),
+        finished(7, False),
+        finished(8, True),
+        finished(9, False),
+        finished(10, True, False),
+    )
     lines = [health.record(step) for step in steps]
-    assert lines[0] == lines[2] == "" and lines_with(lines[1], "step 7 ", "1 in a row", "total_loss of tower_0")
-    assert "proxy" not in lines[3] and lines_with(lines[4], "step 10 ", "2 in a row", "proxy: total_loss of tower_0")
+    assert lines[0] == lines[2] == "" and lines_with(
+        lines[1], "step 7 ", "1 in a row", "total_loss of tower_0"
+    )
+    assert "proxy" not in lines[3] and lines_with(
+        lines[4], "step 10 ", "2 in a row", "proxy: total_loss of tower_0"
+    )
     assert health.metadata() == {"skipped_steps": 3, "skipped_in_a_row": 2}
     later.restore(health.metadata() | {"step": 20})
     assert lines_with(later.record(finished(21, False)), "step 21 ", "3 in a row")

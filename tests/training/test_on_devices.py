@@ -1,4 +1,6 @@
-"""A step and runs on whatever devices the towers have: logical CPU devices here, GPUs under `make test-gpu`."""
+"""A step and runs on whatever devices the towers have: logical CPU devices here, GPUs under `make
+test-gpu`.
+"""
 
 import itertools
 import json
@@ -17,7 +19,9 @@ ASSIGNMENTS = ("AssignVariableOp", "AssignSubVariableOp", "AssignAddVariableOp")
 
 
 def partitions(step, num_towers):
-    """Device -> operations, named by their kernels, of the graphs that a step is cut into when it first runs."""
+    """Device -> operations, named by their kernels, of the graphs that a step is cut into when it
+    first runs.
+    """
     context.context().enable_graph_collection()
     context.context().export_run_metadata()  # forgets what ran before
     try:
@@ -27,7 +31,9 @@ def partitions(step, num_towers):
         context.context().disable_graph_collection()
     devices = {}
     for function in collected.function_graphs:
-        nodes = list(itertools.chain.from_iterable(graph.node for graph in function.partition_graphs))
+        nodes = list(
+            itertools.chain.from_iterable(graph.node for graph in function.partition_graphs)
+        )
         names = "".join(node.name for node in nodes)
         if f"tower_{num_towers - 1}/" in names and f"tower_{num_towers}/" not in names:
             for node in nodes:
@@ -37,28 +43,50 @@ def partitions(step, num_towers):
 
 @pytest.mark.parametrize("policy", ["round_robin", pytest.param("cpu", marks=pytest.mark.slow)])
 def test_a_step_ran_where_the_policy_says(towers, examples, policy):
-    """Read from the graphs that ran: each tower's convolutions on its device, each update beside its variable."""
+    """Read from the graphs that ran: each tower's convolutions on its device, each update beside
+    its variable.
+    """
     on_towers = towers(4)
-    settings = {"model": "speednet_proxy", "batch_size": 8, "whitening_images": 20, "whitening_epochs": 1}
+    settings = {
+        "model": "speednet_proxy",
+        "batch_size": 8,
+        "whitening_images": 20,
+        "whitening_epochs": 1,
+    }
     run = Run(on_towers, examples, TrainConfig(variable_placement=policy, **settings))
     devices = partitions(lambda: run.step(0), 4)
     work = {device: sum("Conv2D" in node.op for node in nodes) for device, nodes in devices.items()}
-    assert {device for device, count in work.items() if count} == {tower.device for tower in on_towers}
+    assert {device for device, count in work.items() if count} == {
+        tower.device for tower in on_towers
+    }
     assert len({work[tower.device] for tower in on_towers}) == 1  # the same for each
     updated = {short_device(variable.device) for variable in run.state.weights}
     statistics = {short_device(variable.device) for variable in run.state.non_trainable}
-    assigned = {device for device, nodes in devices.items() if any(node.op in ASSIGNMENTS for node in nodes)}
-    assert assigned - updated - statistics <= {HOST}  # the step counter and moving averages of the losses
+    assigned = {
+        device for device, nodes in devices.items() if any(node.op in ASSIGNMENTS for node in nodes)
+    }
+    assert assigned - updated - statistics <= {
+        HOST
+    }  # the step counter and moving averages of the losses
     assert updated == {HOST} if policy == "cpu" else len(updated) > 1
 
 
 @pytest.mark.slow
 def test_a_deterministic_run_in_two_parts_has_the_same_bits(tmp_path, small_folder):
-    flags = ["--model=cifarnet", "--crop=24", "--batch_size=40", "--deterministic", f"--dataset={small_folder}"]
+    flags = [
+        "--model=cifarnet",
+        "--crop=24",
+        "--batch_size=40",
+        "--deterministic",
+        f"--dataset={small_folder}",
+    ]
     flags += ["--num_gpus=2", "--eval_every_epochs=0"]
     for name, steps in (("whole", 20), ("parts", 10), ("parts", 20)):
         subprocess.run(
-            [*COMMAND, "train", *flags, f"--max_steps={steps}", f"--train_dir={tmp_path / name}"], check=True
+            [*COMMAND, "train", *flags, f"--max_steps={steps}", f"--train_dir={tmp_path / name}"],
+            check=True,
         )
-    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "parts")]
+    results = [
+        json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "parts")
+    ]
     assert results[0]["weights_sha256"] == results[1]["weights_sha256"]

@@ -21,7 +21,12 @@ from cifar_towers.training.optimizers import (
 )
 from cifar_towers.training.state import TrainState
 
-RATES = {"learning_rate": 0.2, "bias_learning_rate": 0.4, "head_learning_rate": 0.5, "whitening_learning_rate": 0.8}
+RATES = {
+    "learning_rate": 0.2,
+    "bias_learning_rate": 0.4,
+    "head_learning_rate": 0.5,
+    "whitening_learning_rate": 0.8,
+}
 LENGTH = RunLength(10, 10, 10)
 
 
@@ -40,23 +45,40 @@ def state(request):
     """Return the state of a net with variables in every role, for each optimizer."""
     model = convolutions()
     config = TrainConfig(learning_rate_schedule="step:0=1", whitening_epochs=1e6, **RATES)
-    settings = {"learning_rate": 0.2, "weight_decay": 0.05, "momentum": 0.9, "nesterov": False, "muon_momentum": 0.6}
+    settings = {
+        "learning_rate": 0.2,
+        "weight_decay": 0.05,
+        "momentum": 0.9,
+        "nesterov": False,
+        "muon_momentum": 0.6,
+    }
     schedules = role_schedules(config, LENGTH)
-    optimizer = make_optimizer(request.param, model, schedules, total_steps=10, is_speednet=True, **settings)
+    optimizer = make_optimizer(
+        request.param, model, schedules, total_steps=10, is_speednet=True, **settings
+    )
     return TrainState(model, optimizer, ["total_loss"], 10, ema_decay=0.9, lookahead=True)
 
 
 def update(state, gradients, rates=None, finite=True):
-    """Make an update, by default at the rates of step 1; return its result, and the names of what it changed."""
+    """Make an update, by default at the rates of step 1; return its result, and the names of what
+    it changed.
+    """
     before = {name: variable.numpy() for name, variable in state.named_variables().items()}
-    rates = {name: tf.constant(rate, tf.float32) for name, rate in (rates or state.optimizer.learning_rates(1)).items()}
+    rates = {
+        name: tf.constant(rate, tf.float32)
+        for name, rate in (rates or state.optimizer.learning_rates(1)).items()
+    }
     pairs = list(zip(gradients, state.weights, strict=True))
     result = state.apply(pairs, [], {"total_loss": tf.constant(1.0)}, rates, tf.constant(finite))
-    return result, {n for n, v in state.named_variables().items() if not np.array_equal(v.numpy(), before[n])}
+    return result, {
+        n for n, v in state.named_variables().items() if not np.array_equal(v.numpy(), before[n])
+    }
 
 
 def test_weight_decay_takes_the_same_fraction_of_every_group(state):
-    """Without gradients a step takes 0.2 x 0.05 = 1 % of a weight, also in groups with another learning rate."""
+    """Without gradients a step takes 0.2 x 0.05 = 1 % of a weight, also in groups with another
+    learning rate.
+    """
     expected = {"kernels": 0.2, "biases": 0.4, "head": 0.5, "whitening": 0.8}
     assert state.optimizer.learning_rates(1) == pytest.approx(expected, rel=1e-6)
     state.step.assign(1)  # where Muon does not rescale
@@ -64,22 +86,34 @@ def test_weight_decay_takes_the_same_fraction_of_every_group(state):
         weight.assign(tf.ones_like(weight))
     update(state, [tf.zeros_like(weight) for weight in state.weights])
     for weight in state.weights:
-        np.testing.assert_allclose(weight, 0.99 * np.ones(weight.shape), rtol=1e-6, err_msg=weight.name)
+        np.testing.assert_allclose(
+            weight, 0.99 * np.ones(weight.shape), rtol=1e-6, err_msg=weight.name
+        )
 
 
 def test_without_a_gradient_or_a_rate_a_variable_and_its_slots_rest(state):
-    gradients = [None if variable_name(w) == "conv/kernel" else tf.ones_like(w) for w in state.weights]
-    rates = {name: rate for name, rate in state.optimizer.learning_rates(1).items() if name != "biases"}
+    gradients = [
+        None if variable_name(w) == "conv/kernel" else tf.ones_like(w) for w in state.weights
+    ]
+    rates = {
+        name: rate for name, rate in state.optimizer.learning_rates(1).items() if name != "biases"
+    }
     _, moved = update(state, gradients, rates)
     weights = {"model.whitening.kernel", "model.whitening.bias", "model.last.kernel"}
     assert {name for name in moved if name.startswith("model.")} == weights
-    assert {name.split(".")[1] for name in moved if name.startswith("optimizer.")} == {"head", "whitening"}
+    assert {name.split(".")[1] for name in moved if name.startswith("optimizer.")} == {
+        "head",
+        "whitening",
+    }
 
 
 @pytest.mark.parametrize(("rate", "finite"), [(0.1, False), (np.inf, True)])
 def test_a_step_that_is_not_finite_changes_no_weight_slot_or_average(state, rate, finite):
     state.step.assign(4)  # the next one is due for lookahead
-    gradients, groups = [tf.ones_like(weight) for weight in state.weights], state.optimizer.learning_rates(1)
+    gradients, groups = (
+        [tf.ones_like(weight) for weight in state.weights],
+        state.optimizer.learning_rates(1),
+    )
     result, moved = update(state, gradients, dict.fromkeys(groups, rate), finite)
     assert not result.updated and moved == {"step"}
 
@@ -94,13 +128,19 @@ def test_constraints_hold_after_every_update(state):
 
 def test_norm_of_a_sparse_gradient_is_that_of_the_dense_one(state):
     """The rows of one index are added first, as those of several towers."""
-    rows = tf.IndexedSlices(tf.constant([[1.0, 2.0], [2.0, 2.0]]), tf.constant([1, 1]), tf.constant([36, 2]))
-    gradients = [rows if variable_name(weight) == "last/kernel" else None for weight in state.weights]
+    rows = tf.IndexedSlices(
+        tf.constant([[1.0, 2.0], [2.0, 2.0]]), tf.constant([1, 1]), tf.constant([36, 2])
+    )
+    gradients = [
+        rows if variable_name(weight) == "last/kernel" else None for weight in state.weights
+    ]
     assert float(update(state, gradients)[0].gradient_norm) == pytest.approx(5.0)
 
 
 def level_singular_values(kernel):
-    """Return the kernel with three Newton-Schulz steps on its singular values, by NumPy's decomposition."""
+    """Return the kernel with three Newton-Schulz steps on its singular values, by NumPy's
+    decomposition.
+    """
     u, s, v = np.linalg.svd(kernel.reshape(-1, kernel.shape[-1]).astype("f8"), full_matrices=False)
     s /= np.linalg.norm(s)
     for _ in range(3):
@@ -112,7 +152,9 @@ def level_singular_values(kernel):
 @pytest.mark.parametrize("shape", [(3, 3, 8, 16), (1, 1, 4, 16), (2, 2, 4, 16), (2, 1, 1, 1)])
 def test_orthogonalized_kernels_keep_their_directions_and_level_their_singular_values(shape):
     kernel = np.random.default_rng(0).normal(size=shape).astype("f4")
-    np.testing.assert_allclose(orthogonalize(tf.constant(kernel)), level_singular_values(kernel), atol=1e-5)
+    np.testing.assert_allclose(
+        orthogonalize(tf.constant(kernel)), level_singular_values(kernel), atol=1e-5
+    )
 
 
 def assign(updates):
@@ -125,11 +167,15 @@ def momentum_by_numpy(weight, slots, gradient, rate, step, momentum, nesterov, w
     if not momentum:
         return weight - rate * direction, {}
     buffer = momentum * slots.get("momentum", 0.0) + direction
-    return weight - rate * (direction + momentum * buffer if nesterov else buffer), {"momentum": buffer}
+    return weight - rate * (direction + momentum * buffer if nesterov else buffer), {
+        "momentum": buffer
+    }
 
 
 def muon_by_numpy(weight, slots, gradient, rate, step, momentum, total_steps, weight_decay):
-    """Every second step, and in the middle of the run every eighth, also rescales to norm sqrt(C_out)."""
+    """Every second step, and in the middle of the run every eighth, also rescales to norm
+    sqrt(C_out).
+    """
     buffer = momentum * slots.get("momentum", 0.0) + gradient
     if step in (0, 2, 40):
         weight = weight * np.sqrt(weight.shape[-1]) / np.linalg.norm(weight)
@@ -152,7 +198,9 @@ def test_updates_and_slots_by_numpy_while_the_rate_changes(rule, reference, sett
     ours = rule([tf.Variable(weight)], **settings)
     for step, rate in ((0, 0.2), (1, 0.1), (2, 0.1), (40, 0.05), (42, 0.05)):
         gradient = generator.normal(size=weight.shape).astype("f4")
-        weight, slots = reference(weight.astype("f8"), slots, gradient.astype("f8"), rate, step, **settings)
+        weight, slots = reference(
+            weight.astype("f8"), slots, gradient.astype("f8"), rate, step, **settings
+        )
         assign(ours.compute_update(0, tf.constant(gradient), tf.constant(rate), tf.constant(step)))
         np.testing.assert_allclose(ours.variables[0], weight, rtol=1e-4, atol=1e-5)
     assert {name for name, variables in ours.slots.items() if variables} == slots.keys()
@@ -172,12 +220,17 @@ def test_adamw_agrees_with_keras():
 
 
 def in_other_order():
-    """Return a net whose `call` runs its layers in another order than that in which they were assigned."""
+    """Return a net whose `call` runs its layers in another order than that in which they were
+    assigned.
+    """
 
     class Net(keras.Model):
         def __init__(self):
             super().__init__()
-            self.head, self.body = keras.layers.Dense(5, name="head"), keras.layers.Dense(7, name="body")
+            self.head, self.body = (
+                keras.layers.Dense(5, name="head"),
+                keras.layers.Dense(7, name="body"),
+            )
 
         def call(self, images):
             return self.head(self.body(images))
@@ -188,35 +241,61 @@ def in_other_order():
 
 def without_trained_kernels():
     frozen = keras.layers.Dense(2, trainable=False)
-    return keras.Sequential([keras.Input((3,)), frozen, keras.layers.BatchNormalization(name="norm")])
+    return keras.Sequential(
+        [keras.Input((3,)), frozen, keras.layers.BatchNormalization(name="norm")]
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "is_speednet", "kernels", "head", "whitening", "num_biases"),
     [
         (convolutions, True, ["conv"], ["last"], ["whitening", "whitening"], 2),
-        (convolutions, False, ["whitening", "conv"], ["last"], [], 3),  # a user's layers have any names
+        (
+            convolutions,
+            False,
+            ["whitening", "conv"],
+            ["last"],
+            [],
+            3,
+        ),  # a user's layers have any names
         (in_other_order, False, ["body"], ["head"], [], 2),
         (without_trained_kernels, False, [], [], [], 2),
     ],
 )
 def test_roles_of_variables(make, is_speednet, kernels, head, whitening, num_biases):
-    """The head is the last kernel with an output for each class; names mean something in speednets only."""
+    """The head is the last kernel with an output for each class; names mean something in speednets
+    only.
+    """
     model = make()
-    layer_of = {id(variable.value): variable.path.split("/")[-2] for variable in model.trainable_variables}
-    layers = {role: [layer_of[id(v)] for v in found] for role, found in split_by_role(model, is_speednet).items()}
+    layer_of = {
+        id(variable.value): variable.path.split("/")[-2] for variable in model.trainable_variables
+    }
+    layers = {
+        role: [layer_of[id(v)] for v in found]
+        for role, found in split_by_role(model, is_speednet).items()
+    }
     assert len(layers.pop("biases")) == num_biases
     assert layers == {"kernels": kernels, "head": head, "whitening": whitening}
 
 
 def test_momentum_and_weight_decay_are_summed_in_one_order():
-    """TensorFlow may sum three terms in the order in which they are ready, so a step has no sum of three."""
+    """TensorFlow may sum three terms in the order in which they are ready, so a step has no sum of
+    three.
+    """
     rule = Momentum([tf.Variable(tf.ones([8, 8]))], 0.9, weight_decay=0.01)
-    compute = tf.function(lambda gradient: rule.compute_update(0, gradient, tf.constant(0.1), 0)[0][1], autograph=False)
+    compute = tf.function(
+        lambda gradient: rule.compute_update(0, gradient, tf.constant(0.1), 0)[0][1],
+        autograph=False,
+    )
     context.context().enable_graph_collection()
     moved = compute(tf.ones([8, 8]))
     graphs = context.context().export_run_metadata().function_graphs
     context.context().disable_graph_collection()
-    sums = [node for graph in graphs for node in graph.post_optimization_graph.node if node.op.startswith("Add")]
+    sums = [
+        node
+        for graph in graphs
+        for node in graph.post_optimization_graph.node
+        if node.op.startswith("Add")
+    ]
     assert sums and all(len(node.input) == 2 for node in sums)
     np.testing.assert_allclose(moved, np.full([8, 8], 1.01))

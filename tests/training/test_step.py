@@ -20,7 +20,12 @@ from tests.configs import TINY_NET, net, recipe
 from tests.training.runs import Run
 
 STEPS = 3
-RATES = {"learning_rate": 0.05, "learning_rate_schedule": "linear:0=1,100%=0", "momentum": 0.9, "nesterov": False}
+RATES = {
+    "learning_rate": 0.05,
+    "learning_rate_schedule": "linear:0=1,100%=0",
+    "momentum": 0.9,
+    "nesterov": False,
+}
 cifarnet = partial(recipe, "cifarnet", batch_size=24, epochs=8, max_steps=0, **RATES)
 
 
@@ -33,9 +38,14 @@ def trained(towers, examples, precision, steps, **settings):
 
 @pytest.fixture(scope="module")
 def witness(examples):
-    """Return the weights after the steps of one plain GradientTape with momentum by hand: no towers, no optimizers."""
+    """Return the weights after the steps of one plain GradientTape with momentum by hand: no
+    towers, no optimizers.
+    """
     config = cifarnet()
-    model, augmentation = build.make_model(config, "float64", CIFAR10), build.make_augmentation(config, CIFAR10)
+    model, augmentation = (
+        build.make_model(config, "float64", CIFAR10),
+        build.make_augmentation(config, CIFAR10),
+    )
     weights = [v.value for v in model.trainable_variables]
     buffers = [0.0] * len(weights)
     for number in range(STEPS):
@@ -43,11 +53,15 @@ def witness(examples):
         images = augmentation.augment(batch.images, batch.draws)
         with tf.GradientTape() as tape:
             logits = model(images, training=True)
-            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(batch.labels, logits))
+            loss = tf.reduce_mean(
+                tf.nn.sparse_softmax_cross_entropy_with_logits(batch.labels, logits)
+            )
             for layer in ("local3", "local4"):
                 loss += 0.004 * tf.nn.l2_loss(model.get_layer(layer).kernel.value)
         gradients = tape.gradient(loss, weights)
-        buffers = [0.9 * buffer + gradient for buffer, gradient in zip(buffers, gradients, strict=True)]
+        buffers = [
+            0.9 * buffer + gradient for buffer, gradient in zip(buffers, gradients, strict=True)
+        ]
         rate = np.float32(0.05 * (1 - number / 100)).astype("f8")
         for weight, buffer in zip(weights, buffers, strict=True):
             weight.assign_sub(rate * buffer)
@@ -66,34 +80,58 @@ def test_metrics_are_of_all_towers_and_losses_of_the_final_one(towers, examples)
     assert len(set(metrics.tower_losses)) == 2
     assert metrics.losses["total_loss"] == metrics.tower_losses[-1]
     weight_loss = metrics.losses["local3/weight_loss"] + metrics.losses["local4/weight_loss"]
-    assert float(metrics.loss + weight_loss) == pytest.approx(np.mean(metrics.tower_losses), rel=1e-5)
-    assert float(metrics.smoothed_losses["total_loss"]) == pytest.approx(float(metrics.losses["total_loss"]))
+    assert float(metrics.loss + weight_loss) == pytest.approx(
+        np.mean(metrics.tower_losses), rel=1e-5
+    )
+    assert float(metrics.smoothed_losses["total_loss"]) == pytest.approx(
+        float(metrics.losses["total_loss"])
+    )
 
 
 def gpu_runs(node):
     """Whether TensorFlow has a kernel for GPUs of a node's operation and types."""
-    types = {name: [value.type] if value.type else value.list.type for name, value in node.attr.items()}
+    types = {
+        name: [value.type] if value.type else value.list.type for name, value in node.attr.items()
+    }
     return any(
-        all(set(types[limit.name]) <= set(limit.allowed_values.list.type) for limit in kernel.constraint)
+        all(
+            set(types[limit.name]) <= set(limit.allowed_values.list.type)
+            for limit in kernel.constraint
+        )
         for kernel in kernels.get_registered_kernels_for_op(node.op).kernel
         if kernel.device_type in ("GPU", "DEFAULT")
     )
 
 
-@pytest.mark.skipif(not tf.test.is_built_with_cuda(), reason="TensorFlow is built without kernels for GPUs")
+@pytest.mark.skipif(
+    not tf.test.is_built_with_cuda(), reason="TensorFlow is built without kernels for GPUs"
+)
 @pytest.mark.parametrize(
     ("name", "precision", "settings"),
     [
-        ("speed96", "bfloat16", {"model": "speednet_proxy", "hard_example_pool": 24, "whitening_images": 60}),
+        (
+            "speed96",
+            "bfloat16",
+            {"model": "speednet_proxy", "hard_example_pool": 24, "whitening_images": 60},
+        ),
         ("cifarnet", "float32", {"cutout": 4}),
         pytest.param("resnet20", "float32", {"micro_batches": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_gpus_can_run_every_operation_of_a_tower(towers, examples, name, precision, settings):
-    """TensorFlow runs an operation without a kernel for GPUs on the CPU, and its tensors travel in every step."""
+    """TensorFlow runs an operation without a kernel for GPUs on the CPU, and its tensors travel in
+    every step.
+    """
     last = dataclasses.replace(towers(2)[1], index=0)  # not on the host's device
-    run = Run([last], examples, recipe(name, batch_size=12, variable_placement="round_robin", **settings), precision)
-    graph = run.train_step.get_concrete_function(run.batches.at(0), run.rates()).graph.as_graph_def()
+    run = Run(
+        [last],
+        examples,
+        recipe(name, batch_size=12, variable_placement="round_robin", **settings),
+        precision,
+    )
+    graph = run.train_step.get_concrete_function(
+        run.batches.at(0), run.rates()
+    ).graph.as_graph_def()
     inside = [node for function in graph.library.function for node in function.node_def]
     on_tower = [node for node in graph.node if node.device.endswith(last.device[1:])]
     assert len(on_tower) > 300
@@ -104,18 +142,30 @@ def test_micro_batches_hold_the_gradients_of_one_part_and_the_sum(towers, exampl
     run = Run(towers(1), examples, TrainConfig(model=TINY_NET, batch_size=8, micro_batches=4))
     graph = run.train_step.get_concrete_function(run.batches.at(0), run.rates()).graph
     shapes = [tuple(weight.shape) for weight in run.state.weights if weight.shape.rank > 1]
-    sums = [op for op in graph.get_operations() if op.type == "AddN" and tuple(op.outputs[0].shape) in shapes]
+    sums = [
+        op
+        for op in graph.get_operations()
+        if op.type == "AddN" and tuple(op.outputs[0].shape) in shapes
+    ]
     assert {len(op.inputs) for op in sums} == {2}
     for part in (2, 3):  # which wait for the sum of those before
-        (images,) = (op for op in graph.get_operations() if op.name == f"tower_0/part_{part}/Identity")
+        (images,) = (
+            op for op in graph.get_operations() if op.name == f"tower_0/part_{part}/Identity"
+        )
         assert len({*sums} & {*images.control_inputs}) == len(shapes)
 
 
-@pytest.mark.parametrize("policy", ["least_loaded", pytest.param("round_robin", marks=pytest.mark.slow), "cpu"])
+@pytest.mark.parametrize(
+    "policy", ["least_loaded", pytest.param("round_robin", marks=pytest.mark.slow), "cpu"]
+)
 def test_operations_are_on_their_tower_or_beside_their_variable(towers, examples, policy):
-    """Read from the graph of four towers that are on other devices than the host, as on GPUs. On the host are then the
-    split of the batch and what is smaller than a vector of weights: step counter, smoothed losses, metrics."""
-    on_devices = [dataclasses.replace(tower, device=f"/CPU:{tower.index + 1}") for tower in towers(4)]
+    """Read from the graph of four towers that are on other devices than the host, as on GPUs. On
+    the host are then the split of the batch and what is smaller than a vector of weights: step
+    counter, smoothed losses, metrics.
+    """
+    on_devices = [
+        dataclasses.replace(tower, device=f"/CPU:{tower.index + 1}") for tower in towers(4)
+    ]
     settings = {"model": "speednet94", "optimizer": "muon", "batch_size": 8, "whitening_images": 50}
     run = Run(on_devices, examples, TrainConfig(variable_placement=policy, **settings))
     function = run.train_step.get_concrete_function(run.batches.at(0), run.rates(0))
@@ -128,7 +178,9 @@ def test_operations_are_on_their_tower_or_beside_their_variable(towers, examples
 
     for group in run.state.optimizer.groups:
         for slots in filter(None, group.rule.slots.values()):
-            assert [slot.device for slot in slots] == [variable.device for variable in group.rule.variables]
+            assert [slot.device for slot in slots] == [
+                variable.device for variable in group.rule.variables
+            ]
     averaged = [op for op in made if op.type == "AddN" and op.name.startswith("average_gradients/")]
     assert [op.device[-5:] for op in averaged] == [v.device[-5:] for v in run.state.weights]
     inside = {id(outer): inner for outer, inner in function.graph.captures}
@@ -142,20 +194,41 @@ def test_operations_are_on_their_tower_or_beside_their_variable(towers, examples
         op
         for op in made
         if op.name.split("/")[0] in ("average_gradients", "average_statistics", "apply")
-        and any(output.shape.num_elements() is not None and output.shape.num_elements() > 100 for output in op.outputs)
+        and any(
+            output.shape.num_elements() is not None and output.shape.num_elements() > 100
+            for output in op.outputs
+        )
     ]
-    assert sum(op.type == "MatMul" for op in large) >= 3 * 3 * len(kernels)  # three in each Newton-Schulz step
+    assert sum(op.type == "MatMul" for op in large) >= 3 * 3 * len(
+        kernels
+    )  # three in each Newton-Schulz step
     used = {op.device[-5:] for op in large} - {""}
-    assert used == {"CPU:0"} if policy == "cpu" else used == {tower.device[-5:] for tower in on_devices}
-    assert {op.type for op in large if not op.device} <= {"Const", "ReadVariableOp"}  # which is where the variable is
+    assert (
+        used == {"CPU:0"}
+        if policy == "cpu"
+        else used == {tower.device[-5:] for tower in on_devices}
+    )
+    assert {op.type for op in large if not op.device} <= {
+        "Const",
+        "ReadVariableOp",
+    }  # which is where the variable is
 
 
 @pytest.mark.parametrize("strategy", ["towers", pytest.param("mirrored", marks=pytest.mark.slow)])
 def test_frozen_groups_get_no_gradient_and_change_nothing_else(towers, examples, strategy):
-    """After its epochs the whitening's bias rests, and the backward pass ends at the convolution after it."""
-    settings = {"model": "speednet_proxy", "crop": 20, "whitening_images": 60, "whitening_epochs": 0.1}
+    """After its epochs the whitening's bias rests, and the backward pass ends at the convolution
+    after it.
+    """
+    settings = {
+        "model": "speednet_proxy",
+        "crop": 20,
+        "whitening_images": 60,
+        "whitening_epochs": 0.1,
+    }
     config = cifarnet(**settings, strategy=strategy)
-    filters = build.make_model(config, "float32", CIFAR10, examples).get_layer("whitening").kernel.numpy()
+    filters = (
+        build.make_model(config, "float32", CIFAR10, examples).get_layer("whitening").kernel.numpy()
+    )
     weights, backward = [], []
     for rests in (False, True):
         run = Run(towers(2), examples, config)
@@ -163,17 +236,23 @@ def test_frozen_groups_get_no_gradient_and_change_nothing_else(towers, examples,
         rates = run.rates(2)
         if not rests:
             rates["whitening"] = tf.constant(0.0)
-        backward.append(operations.count(run.train_step.get_concrete_function(run.batches.at(2), rates)))
+        backward.append(
+            operations.count(run.train_step.get_concrete_function(run.batches.at(2), rates))
+        )
         assert bool(run.step(2, rates=rates).updated)
         weights.append([weight.numpy() for weight in run.state.weights])
-        np.testing.assert_array_equal(run.state.model.get_layer("whitening").kernel, filters)  # frozen all along
+        np.testing.assert_array_equal(
+            run.state.model.get_layer("whitening").kernel, filters
+        )  # frozen all along
     assert backward[0] > backward[1]
     for moved, rested in zip(*weights, strict=True):
         np.testing.assert_array_equal(moved, rested)
 
 
 def test_dropout_depends_on_the_position_in_the_batch(towers, examples):
-    """It is other pixels on each tower, and the same ones when one tower takes the shards of two as micro-batches."""
+    """It is other pixels on each tower, and the same ones when one tower takes the shards of two as
+    micro-batches.
+    """
     settings = {"model": net("dropping"), "crop": 0, "learning_rate": 1e-4}
     settings |= {"flip": "none", "brightness": 0.0, "contrast": 0.0}
     alike = examples.take(np.zeros(48, int))  # one image, so that only what is dropped differs
@@ -190,7 +269,8 @@ def test_model_losses_are_added_once(towers, examples):
     model = build.make_model(cifarnet(model=net("regularized"), **settings), "float64", CIFAR10)
     kernel = model.trainable_variables[0].numpy()
     (with_loss, metrics), (without, _) = (
-        trained(towers(2), examples, "float64", 1, model=net(name), **settings) for name in ("regularized", "plain")
+        trained(towers(2), examples, "float64", 1, model=net(name), **settings)
+        for name in ("regularized", "plain")
     )
     assert float(metrics.losses[OWN]) == pytest.approx(1e-3 * np.sum(kernel**2))
     further = without.weights[0].numpy() - with_loss.weights[0].numpy()
@@ -204,9 +284,13 @@ def test_a_step_runs_while_the_host_goes_on(towers, examples):
     @tf.function
     def train_step(batch, **_):
         tf.debugging.assert_equal(batch, 0)
-        return StepMetrics(tf.numpy_function(lambda: np.float32(allowed.wait(60)), [], tf.float32), *[None] * 8)
+        return StepMetrics(
+            tf.numpy_function(lambda: np.float32(allowed.wait(60)), [], tf.float32), *[None] * 8
+        )
 
-    runner = StepRunner(train_step, Run(towers(1), examples, cifarnet()).state.optimizer, lambda step: 24)
+    runner = StepRunner(
+        train_step, Run(towers(1), examples, cifarnet()).state.optimizer, lambda step: 24
+    )
     runner.trace(0, tf.constant(0), None)
     assert runner.start(0, tf.constant(0), None, False) == []
     allowed.set()

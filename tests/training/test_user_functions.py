@@ -1,4 +1,6 @@
-"""An augmentation and a loss of the user's own: what they get, what the step makes of it, and what is refused."""
+"""An augmentation and a loss of the user's own: what they get, what the step makes of it, and what
+is refused.
+"""
 
 import re
 from functools import partial
@@ -15,7 +17,11 @@ from cifar_towers.training.build import load_augmentation, load_loss
 from tests.training.runs import Run
 
 ROOT = Path(__file__).parents[2]
-BRIER = re.search(r"```\n(import tensorflow as tf\n\ndef brier.*?)```", (ROOT / "docs/your-own.md").read_text(), re.S)
+BRIER = re.search(
+    r"```\n(import tensorflow as tf\n\ndef brier.*?)```",
+    (ROOT / "docs/your-own.md").read_text(),
+    re.S,
+)
 DOCUMENTED = (ROOT / "examples/mixup.py").read_text() + BRIER[1]
 FUNCTIONS = """
 
@@ -50,7 +56,9 @@ def file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def train(file, towers, examples):
-    """train(count, steps, function names by setting, more settings): a run on `count` towers, and its metrics."""
+    """train(count, steps, function names by setting, more settings): a run on `count` towers, and
+    its metrics.
+    """
 
     def make(count, steps, functions, **settings):
         named = {setting: f"{file}:{name}" for setting, name in functions.items()}
@@ -62,27 +70,38 @@ def train(file, towers, examples):
 
 def test_mixup_on_two_towers_in_micro_batches_is_that_of_one(train):
     (one, first), (parts, second) = (
-        train(count, 2, {"augment": "mixup"}, micro_batches=parts) for count, parts in ((1, 1), (2, 3))
+        train(count, 2, {"augment": "mixup"}, micro_batches=parts)
+        for count, parts in ((1, 1), (2, 3))
     )
     for name, value in one.values("model.").items():
-        np.testing.assert_allclose(parts.values("model.")[name], value, rtol=0, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(
+            parts.values("model.")[name], value, rtol=0, atol=1e-4, err_msg=name
+        )
     np.testing.assert_allclose([m.loss for m in first], [m.loss for m in second], rtol=1e-4)
 
 
 def test_the_step_trains_on_what_the_augmentation_returns(train, file, examples):
-    """Mixed labels, by hand: the mean of -sum(labels * log softmax(logits)), plus the net's weight decay."""
+    """Mixed labels, by hand: the mean of -sum(labels * log softmax(logits)), plus the net's weight
+    decay.
+    """
     run, _ = train(1, 0, {"augment": "mixup"})
     batch, logits_of = run.batches.at(0), run.state.model
     images = build.make_augmentation(run.config, examples.info).augment(batch.images, batch.draws)
-    mixed, labels = load_augmentation(f"{file}:mixup", 24, 10)(images, batch.labels, batch.draws.own)
+    mixed, labels = load_augmentation(f"{file}:mixup", 24, 10)(
+        images, batch.labels, batch.draws.own
+    )
     share = np.maximum(batch.draws.own[:, 0], 1 - batch.draws.own[:, 0])
     pairs = np.arange(24).reshape(-1, 2)[:, ::-1].ravel()
     one_hot = np.eye(10)[batch.labels]
-    np.testing.assert_allclose(labels, share[:, None] * one_hot + (1 - share[:, None]) * one_hot[pairs], atol=1e-6)
+    np.testing.assert_allclose(
+        labels, share[:, None] * one_hot + (1 - share[:, None]) * one_hot[pairs], atol=1e-6
+    )
     expected = -(labels * tf.nn.log_softmax(logits_of(mixed))).numpy().sum(1).mean()
     correct = (logits_of(mixed).numpy().argmax(1) == labels.numpy().argmax(1)).mean()
     metrics = run.step(0)
-    assert metrics.loss == pytest.approx(expected, rel=1e-5) and metrics.accuracy == pytest.approx(correct)
+    assert metrics.loss == pytest.approx(expected, rel=1e-5) and metrics.accuracy == pytest.approx(
+        correct
+    )
 
 
 def test_own_loss_replaces_the_cross_entropy(train):
@@ -96,7 +115,11 @@ def test_own_loss_replaces_the_cross_entropy(train):
 @pytest.mark.parametrize(
     ("load", "name", "message"),
     [
-        (load_augmentation, "smaller", "(4, 19, 20, 3) float32, (4,) int32, not (4, 20, 20, 3) float32, (4,) int32"),
+        (
+            load_augmentation,
+            "smaller",
+            "(4, 19, 20, 3) float32, (4,) int32, not (4, 20, 20, 3) float32, (4,) int32",
+        ),
         (load_augmentation, "no_labels", "(4, 20, 20, 3) float32, (4, 10) float32"),
         (load_augmentation, "wanton", "second call"),
         (partial(load_augmentation, may_mix=False), "mixup", "--hard_example_pool=0"),
