@@ -231,7 +231,7 @@ class Training:
             train_step, self.state.optimizer, build.make_image_size_fn(config, length)
         )
         self.diagnose = make_diagnose_fn(self.state.model, augmentation, setup.local_towers)
-        self.health = Health(self.state, setup.step_towers)
+        self.health = Health(self.state, setup.towers)
         self.logger = RunLogger(setup, self.state.model, callbacks)
         self.log = self.logger.log
         show = functools.partial(self.logger.progress.activity, "evaluating")
@@ -249,7 +249,7 @@ class Training:
         # what else its numbers depend on, besides recipe and data; a resumed run may differ in it
         self.facts = {
             "precision": setup.precision,
-            "towers": len(setup.step_towers),
+            "towers": len(setup.towers),
             # 0: as TensorFlow chooses
             "threads": tf.config.threading.get_intra_op_parallelism_threads(),
             "strategy": config.strategy,

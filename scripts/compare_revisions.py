@@ -49,7 +49,6 @@ RUNS = {  # flags that both revisions have
     "resnet20-synchronized": """--model=resnet20 --batch_statistics=synchronized --shift=4
         --num_gpus=2""",
     "mirrored": f"--model=speednet93 {SPEEDNET} --strategy=mirrored --num_gpus=2",
-    "pipeline": "--model=resnet20 --strategy=stages --micro_batches=2 --num_gpus=2",
     "resume": "--model=speednet93 --ema_decay=0.9 --lookahead --cutout=4 --num_gpus=1",
 }
 MAX_STEPS = {

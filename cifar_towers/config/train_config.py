@@ -200,9 +200,8 @@ class TrainConfig(DeviceConfig):
     strategy: str = _towers.free(
         "towers",
         "use of the devices: towers share the batch and the variables; mirrored and multi_worker "
-        "are replicas of tf.distribute, in one process or one per worker; stages hold parts of "
-        "one net",
-        choices=("towers", "mirrored", "multi_worker", "stages"),
+        "are replicas of tf.distribute, in one process or one per worker",
+        choices=("towers", "mirrored", "multi_worker"),
     )
     variable_placement: str = _towers.free(
         "",
@@ -496,34 +495,19 @@ class TrainConfig(DeviceConfig):
         train_dir = f"{self.train_dir}/seed{seed}" if self.train_dir else ""
         return dataclasses.replace(self, seed=seed, seeds="", train_dir=train_dir)
 
-    def num_towers(self, num_devices: int) -> int:
-        """Return the number of towers on so many devices: one if the devices hold stages of the
-        model.
-        """
-        return 1 if self.strategy == "stages" else num_devices
-
-    def check_shares(self, num_devices: int) -> None:
-        """Check that the towers on this many devices, and their micro-batches, can share a
-        batch.
-        """
-        if uneven := self._describe_uneven_shares(self.num_towers(num_devices)):
+    def check_shares(self, num_towers: int) -> None:
+        """Check that this many towers, and their micro-batches, can share a batch."""
+        if uneven := self.describe_uneven_shares(num_towers):
             raise UsageError(uneven)
 
-    def default_num_towers(self, num_devices: int) -> tuple[int, str]:
-        """Return (the largest number of towers that can share a batch, the reason if it is below
-        `num_devices`).
-        """
-        reason = self._describe_uneven_shares(num_devices)
-        even = [
-            towers for towers in range(1, num_devices) if not self._describe_uneven_shares(towers)
-        ]
-        return (
-            (even[-1], reason)
-            if reason and even and self.strategy != "stages"
-            else (num_devices, "")
-        )
+    def default_num_towers(self, num_devices: int) -> int:
+        """Return the largest number of towers on so many devices that can share a batch."""
+        for num_towers in range(num_devices, 0, -1):
+            if not self.describe_uneven_shares(num_towers):
+                return num_towers
+        return 1
 
-    def _describe_uneven_shares(self, num_towers: int) -> str:
+    def describe_uneven_shares(self, num_towers: int) -> str:
         """Return an error message with the nearest sizes if the batch cannot be divided evenly;
         otherwise empty.
         """
@@ -589,18 +573,12 @@ CONFLICTS: tuple[
         "settings of a cluster need --strategy=multi_worker; give it too, or leave them out",
     ),
     (
-        lambda c: (
-            c.batch_statistics == "synchronized"
-            and (c.micro_batches != 1 or c.strategy == "stages")
-        ),
-        "batch_statistics=synchronized needs the whole batch at once; leave micro_batches and "
-        "strategy=stages",
+        lambda c: c.batch_statistics == "synchronized" and c.micro_batches != 1,
+        "batch_statistics=synchronized needs the whole batch at once; leave micro_batches",
     ),
     (
-        lambda c: (
-            c.jit_compile and (c.batch_statistics == "synchronized" or c.strategy == "stages")
-        ),
-        "jit_compile cannot compile batch_statistics=synchronized or strategy=stages; leave it",
+        lambda c: c.jit_compile and c.batch_statistics == "synchronized",
+        "jit_compile cannot compile batch_statistics=synchronized; leave it",
     ),
     (
         lambda c: c.strategy != "towers" and c.variable_placement not in ("", "cpu"),

@@ -77,17 +77,12 @@ class RunSetup:
     dataset: Dataset
     banner: str  # warning that synthetic data replace CIFAR-10, or empty
     strategy: tf.distribute.Strategy | None  # of a cluster
-    towers: Sequence[Tower]  # those of all workers; the batch or the model is split over them
+    towers: Sequence[Tower]  # those of all workers; the batch is split over them
     local_towers: Sequence[Tower]  # those of this process
     precision: str
     workers: Workers
     length: RunLength
     timer: PhaseTimer
-
-    @property
-    def step_towers(self) -> Sequence[Tower]:
-        """The towers of the step: a single one if the devices hold stages of the model."""
-        return self.towers[: self.config.num_towers(len(self.towers))]
 
 
 class RunLogger:
@@ -115,7 +110,7 @@ class RunLogger:
         """Print what will be trained."""
         if self.setup.banner:
             self.log(self.setup.banner)
-        config, dataset, num_towers = self.config, self.setup.dataset, len(self.setup.step_towers)
+        config, dataset, num_towers = self.config, self.setup.dataset, len(self.setup.towers)
         trainable = sum(math.prod(variable.shape) for variable in self.model.trainable_variables)
         parts = f" in {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
         self.log(
@@ -155,7 +150,7 @@ class RunLogger:
                 "seed": self.config.seed,
                 "strategy": self.config.strategy,
             }
-            hparams |= {"towers": len(self.setup.step_towers), "precision": self.setup.precision}
+            hparams |= {"towers": len(self.setup.towers), "precision": self.setup.precision}
             self.tensorboard.start(hparams | {"dataset": self.setup.dataset.name})
         self.callbacks.start()
         self.profile(step)
@@ -186,7 +181,7 @@ class RunLogger:
         """
         self.tensorboard.write_graph(function)
         if self.config.log_device_placement:
-            self.log(placement_report(function, self.setup.step_towers))
+            self.log(placement_report(function, self.setup.towers))
 
     def is_summary_step(self, step: int) -> bool:
         """Return whether step `step` is a summary step."""
@@ -237,7 +232,7 @@ class RunLogger:
             scalars |= {"proxy/loss": metrics.proxy.loss, "proxy/accuracy": metrics.proxy.accuracy}
         if diagnostics:
             scalars |= memory_usage(self.setup.local_towers)
-            if len(self.setup.step_towers) > 1:
+            if len(self.setup.towers) > 1:
                 scalars |= tower_scalars(record)
         self.tensorboard.write(
             TRAIN, step, {tag: value for tag, value in scalars.items() if value is not None}
@@ -522,7 +517,7 @@ def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
 def describe_run(setup: RunSetup) -> dict[str, Any]:
     """Return the content of environment.json: machine, software, devices and data of a run."""
     return describe_machine() | {
-        "towers": [{"name": tower.name, "device": tower.device} for tower in setup.step_towers],
+        "towers": [{"name": tower.name, "device": tower.device} for tower in setup.towers],
         "precision": setup.precision,
         "gpus": gpu_names(),
         "data_sha256": setup.dataset.digests(),

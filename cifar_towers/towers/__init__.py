@@ -17,8 +17,8 @@ into another project together with `hardware.py` and `errors.py`. Read it in thi
 4. `placement`: the devices where shared variables live. This is all of the idea; the rest are
    extensions.
 5. `collectives`: means over the towers inside the forward pass.
-6. `make_parallel`, `keras_parallel`: a function or a Keras model for one device, run on several.
-7. `pipeline`: model parallelism, the layers of one model on several devices.
+6. `model_parallel`: parts of one net on several devices.
+7. `make_parallel`, `keras_parallel`: a function or a Keras model for one device, run on several.
 """
 
 from cifar_towers.towers.collectives import (
@@ -30,6 +30,7 @@ from cifar_towers.towers.devices import Tower, make_towers
 from cifar_towers.towers.gradients import average_gradients
 from cifar_towers.towers.keras_parallel import make_parallel_model
 from cifar_towers.towers.make_parallel import make_parallel, map_on_towers
+from cifar_towers.towers.model_parallel import place_on_device
 from cifar_towers.towers.placement import placement_report, variable_placement
 from cifar_towers.towers.sharding import run_micro_batches, run_on_towers, split_batch
 
@@ -42,6 +43,7 @@ __all__ = [
     "make_towers",
     "map_on_towers",
     "num_replicas",
+    "place_on_device",
     "placement_report",
     "run_micro_batches",
     "run_on_towers",

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from cifar_towers.towers.collectives import unsynchronized
 from cifar_towers.towers.devices import Tower, make_towers
+from cifar_towers.towers.model_parallel import place_on_device
 from cifar_towers.towers.sharding import run_on_towers, split_batch
 
 
@@ -109,7 +110,7 @@ def run_on_any_batch(
             ]
     with unsynchronized(count):
         results = [
-            with_pinned_backward(tower.device, tower.name, functools.partial(fn, tower))(shard)
+            place_on_device(functools.partial(fn, tower), tower.device, tower.name)(shard)
             for tower, shard in zip(towers, shards, strict=True)
         ]
     return results, sizes
@@ -155,53 +156,3 @@ def check_outputs(structure: Any, shard: Any, tower: Tower) -> Any:
                 f"{first.shape}"
             )
     return structure
-
-
-def with_pinned_backward(device: str, scope: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fn` with both its forward and its backward pass on `device`, in the name scope
-    `scope`.
-
-    A tape computes gradients on the device where it is asked for them. Therefore the returned
-    function records a tape of its own on `device`, whose gradients it hands to any outer tape.
-    Variables that `fn` reads get gradients too. The arguments are positional structures of tensors.
-    """
-
-    def pinned(*structures: Any) -> Any:
-        output_structure = None
-
-        @tf.custom_gradient
-        def run(*inputs: tf.Tensor) -> Any:
-            nonlocal output_structure
-            with tf.device(device), tf.name_scope(scope), tf.GradientTape(persistent=True) as tape:
-                watched = [tensor for tensor in inputs if _has_gradient(tensor)]
-                tape.watch(watched)
-                output_structure = fn(*tf.nest.pack_sequence_as(structures, inputs))
-                outputs = [
-                    tf.convert_to_tensor(output) for output in tf.nest.flatten(output_structure)
-                ]
-
-            def gradient(*upstream: tf.Tensor, variables: Sequence[Any] = ()) -> Any:
-                pairs = [
-                    (y, dy) for y, dy in zip(outputs, upstream, strict=True) if _has_gradient(y)
-                ]
-                targets, output_gradients = [y for y, _ in pairs], [dy for _, dy in pairs]
-                with tf.device(device), tf.name_scope(f"{scope}/gradient"):
-                    gradients = tape.gradient(
-                        targets, [*watched, *variables], output_gradients=output_gradients
-                    )
-                remaining = iter(gradients)
-                input_gradients = [
-                    next(remaining) if _has_gradient(tensor) else None for tensor in inputs
-                ]
-                return (input_gradients, list(remaining)) if variables else input_gradients
-
-            return outputs, gradient
-
-        outputs = run(*[tf.convert_to_tensor(tensor) for tensor in tf.nest.flatten(structures)])
-        return tf.nest.pack_sequence_as(output_structure, outputs)
-
-    return pinned
-
-
-def _has_gradient(tensor: tf.Tensor) -> bool:
-    return tensor.dtype.is_floating or tensor.dtype.is_complex

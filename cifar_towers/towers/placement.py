@@ -34,9 +34,8 @@ def variable_placement(
         variables so far, the first of equals.
       towers: the towers over whose devices variables are spread; `cpu` needs none.
     """
-    return custom_placement(
-        PLACEMENTS[policy](list(dict.fromkeys(tower.device for tower in towers)))
-    )
+    devices = list(dict.fromkeys(tower.device for tower in towers))
+    return _placement(PLACEMENTS[policy](devices))
 
 
 Chooser: TypeAlias = Callable[
@@ -66,7 +65,7 @@ PLACEMENTS: dict[str, Callable[[Sequence[str]], Chooser]] = {
 
 
 @contextlib.contextmanager
-def custom_placement(choose: Chooser) -> Iterator[None]:
+def _placement(choose: Chooser) -> Iterator[None]:
     """Create every variable inside on the device that `choose` returns for it, unless it is pinned
     to another.
     """

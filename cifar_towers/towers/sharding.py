@@ -52,15 +52,12 @@ def run_on_towers(
     return results
 
 
-def run_micro_batches(
-    fn: Callable[[Any], Any], shard: Any, count: int, sequential: bool = True
-) -> list[Any]:
+def run_micro_batches(fn: Callable[[Any], Any], shard: Any, count: int) -> list[Any]:
     """Split a shard into `count` micro-batches of equal size, call `fn` on each, and return the
     results in order.
 
-    Args:
-      sequential: let each micro-batch wait for the result of the previous one when the graph runs.
-        Memory then holds the activations of one micro-batch at a time, but the results of all.
+    When the graph runs, each micro-batch waits for the result of the previous one. Memory then
+    holds the activations of one micro-batch at a time, but the results of all.
 
     Raises:
       ValueError: axis 0 is unknown or not the same in all tensors, or `count` does not divide it.
@@ -70,7 +67,7 @@ def run_micro_batches(
     results: list[Any] = []
     for index, part in enumerate(_split(shard, count)):
         with tf.name_scope(f"part_{index}"):
-            if sequential and results:
+            if results:
                 previous = [tensor for tensor in tf.nest.flatten(results[-1]) if tensor is not None]
                 with tf.control_dependencies(previous):
                     part = tf.nest.map_structure(tf.identity, part)

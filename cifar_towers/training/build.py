@@ -31,7 +31,6 @@ from cifar_towers.multi_worker.cluster_spec import Workers
 from cifar_towers.registry import SPEEDNETS, load_function
 from cifar_towers.towers import Tower, make_towers, variable_placement
 from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT, on_gpus
-from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
 from cifar_towers.towers.placement import HOST
 from cifar_towers.training.distributed_step import (
     make_mirrored_step,
@@ -67,21 +66,29 @@ def setup_devices(
     Raises:
       UsageError: the machine cannot have the towers, or they cannot share the batch evenly.
     """
-    num_devices = len(tf.config.get_visible_devices("GPU")) or CPU_TOWERS_BY_DEFAULT
-    fitting, why = config.default_num_towers(num_devices)
-    strategy, num_towers = None, 0
     if cluster:
         _make_deterministic(config)
         strategy, towers = make_multi_worker_strategy(
             cluster.addresses, cluster.index, config.num_gpus, config.soft_placement
         )
     else:
-        if not config.num_gpus and fitting < num_devices:
-            log.info(f"{fitting} of {num_devices} towers: {why}")
-            num_towers = fitting
-        towers = setup_towers(config, num_towers)
+        strategy = None
+        towers = setup_towers(config, config.num_gpus or _fewer_towers(config))
     config.check_shares(len(towers))
     return strategy, towers
+
+
+def _fewer_towers(config: TrainConfig) -> int:
+    """Return 0 if as many towers as there are by default can share a batch, otherwise fewer, and
+    log why.
+    """
+    num_devices = len(tf.config.get_visible_devices("GPU")) or CPU_TOWERS_BY_DEFAULT
+    num_towers = config.default_num_towers(num_devices)
+    if num_towers == num_devices:
+        return 0
+    why = config.describe_uneven_shares(num_devices)
+    log.info(f"{num_towers} of {num_devices} towers: {why}")
+    return num_towers
 
 
 def setup_towers(config: DeviceConfig, num_towers: int = 0) -> list[Tower]:
@@ -234,8 +241,7 @@ def make_training(
     augmentation: Augmentation,
     strategy: tf.distribute.Strategy | None = None,
 ) -> tuple[TrainState, Update]:
-    """Return state and step of a run: shared or mirrored variables, on towers or in pipeline
-    stages.
+    """Return state and step of a run, whose variables are shared or mirrored.
 
     The step is a `tf.function` with the arguments that `step.make_update` describes. On a cluster,
     whose `strategy` joins the towers of all workers, the step also takes `stop_signal`.
@@ -250,7 +256,6 @@ def make_training(
     compiles_whole = config.jit_compile and beside_all and not augmentation.own
     home = towers[0].device if compiles_whole else HOST
     make_state_fn = functools.partial(make_state, config, precision, train, length, home)
-    image_size, num_classes = config.crop or train.info.image_size, len(train.info.class_names)
     parts = config.micro_batches
     if config.strategy == "mirrored":
         strategy = make_strategy(towers)
@@ -258,21 +263,6 @@ def make_training(
         with strategy.scope():
             state, loss_fn = make_state_fn()
         return state, make_mirrored_step(strategy, state, towers, loss_fn, augmentation, parts)
-    if config.strategy == "stages":
-        devices = [tower.device for tower in towers]
-        with stage_placement(
-            lambda: make_model(config, precision, train.info), devices, open_size=image_size
-        ):
-            state, loss_fn = make_state_fn()
-        if OWN in state.loss_averages.sums:
-            raise UsageError(
-                "strategy=stages cannot train a net that adds losses of its own, as regularizers do"
-            )
-        stages = cut_in_stages(state.model, devices, open_size=image_size)
-        update = make_update(
-            state, towers[:1], loss_fn, augmentation, micro_batches=parts, stages=stages
-        )
-        return state, tf.function(update, autograph=False)
     options: dict[str, Any] = {
         "micro_batches": parts,
         "synchronized": config.batch_statistics == "synchronized",
@@ -285,7 +275,8 @@ def make_training(
                 state.proxy, proxy_loss = make_state(
                     proxy_config(config), precision, train, length, home
                 )
-            proxy_options = options | {"example_loss": make_example_loss(config, num_classes)}
+            example_loss = make_example_loss(config, len(train.info.class_names))
+            proxy_options = options | {"example_loss": example_loss}
             proxy_update = make_update(
                 state.proxy, towers, proxy_loss, augmentation, **proxy_options
             )

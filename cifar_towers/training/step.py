@@ -20,7 +20,6 @@ from cifar_towers.towers import (
 )
 from cifar_towers.towers.gradients import average_tensors, weighted_sum
 from cifar_towers.towers.keras_parallel import to_scalar
-from cifar_towers.towers.pipeline import Stage, staged_call
 from cifar_towers.towers.placement import HOST
 from cifar_towers.training.optimizers import Optimizer
 from cifar_towers.training.state import (
@@ -91,7 +90,6 @@ def make_update(
     *,
     micro_batches: int = 1,
     synchronized: bool = False,
-    stages: Sequence[Stage] = (),
     example_loss: Callable | None = None,
 ) -> Update:
     """Return the function of one step on `state`: (batch, learning_rates, image_size=0) -> metrics.
@@ -105,11 +103,9 @@ def make_update(
       micro_batches: number of parts that each tower takes its shard in.
       synchronized: compute batch statistics over all towers in each norm, instead of over each
         tower's shard.
-      stages: the model cut over several devices, for one tower; they work on different
-        micro-batches at a time.
       example_loss: (labels, logits) -> [B] losses to return in the metrics.
     """
-    tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches, stages, example_loss)
+    tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches, example_loss)
     run = run_on_towers_synchronized if synchronized else run_on_towers
     devices = [variable.device for variable in state.non_trainable]
 
@@ -135,13 +131,12 @@ def make_tower_fn(
     loss_fn: Callable,
     augmentation: Augmentation,
     micro_batches: int = 1,
-    stages: Sequence[Stage] = (),
     example_loss: Callable | None = None,
 ) -> Callable[..., TowerResult]:
     """Return the function (tower, shard, active_groups, image_size=0) of every tower. It only reads
     variables.
     """
-    forward = staged_call(stages, state.model) if stages else training_call(state.model)
+    forward = training_call(state.model)
 
     def tower_fn(
         tower: Tower, shard: Batch, active_groups: Collection[str], image_size: int = 0
@@ -173,7 +168,7 @@ def make_tower_fn(
                 losses = loss_fn(labels, logits, weights, model_losses)
             with tf.name_scope("backward"):
                 gradients = tape.gradient(losses["total_loss"], weights)
-                if micro_batches > 1 and not stages:
+                if micro_batches > 1:
                     pairs = zip(sums or [None] * len(weights), gradients, strict=True)
                     gradients = [weighted_sum(pair, (1.0, 1.0), tower.device) for pair in pairs]
                     sums[:] = gradients
@@ -194,10 +189,8 @@ def make_tower_fn(
         def on_shard(shard: Batch, weights: list, old_values: list) -> TowerResult:
             sums: list = []  # those of one part at a time are in memory besides
             on_each = functools.partial(on_part, weights=weights, old_values=old_values, sums=sums)
-            results = run_micro_batches(on_each, shard, micro_batches, sequential=not stages)
-            return _combine_micro_batches(
-                results, state.weights, tower.device, pipelined=bool(stages)
-            )
+            results = run_micro_batches(on_each, shard, micro_batches)
+            return _combine_micro_batches(results, tower.device)
 
         if augments_first:
             parts = run_micro_batches(augmented, shard, micro_batches)
@@ -231,31 +224,20 @@ def training_call(model: keras.Model) -> Callable:
     return call
 
 
-def _combine_micro_batches(
-    results: Sequence[TowerResult], weights: Sequence[tf.Variable], device: str, pipelined: bool
-) -> TowerResult:
-    """Combine the results of a tower's micro-batches. Unless `pipelined`, the last result has the
-    gradients' sums.
-    """
+def _combine_micro_batches(results: Sequence[TowerResult], device: str) -> TowerResult:
+    """Combine the results of a tower's micro-batches; the last result has the gradients' sums."""
     losses = {
         term: average_tensors([r.losses[term] for r in results]) for term in results[0].losses
     }
-    parts = [r.gradients for r in results]
-    if not pipelined and len(parts) > 1:
-        parts = [[weighted_sum([gradient], [1 / len(parts)], device) for gradient in parts[-1]]]
-    part_grads = [list(zip(part, weights, strict=True)) for part in parts]
-    gradients = [
-        gradient for gradient, _ in average_gradients(part_grads)
-    ]  # which leaves a single list as it is
-    devices = [variable.device if pipelined else device for variable in reversed(weights)]
+    gradients = results[-1].gradients
+    if len(results) > 1:
+        gradients = [weighted_sum([sums], [1 / len(results)], device) for sums in gradients]
     return TowerResult(
         losses=losses,
         gradients=gradients,
         non_trainable=reduce_batch_stats([r.non_trainable for r in results]),
         num_correct=tf.add_n([r.num_correct for r in results]),
-        nonfinite_index=first_nonfinite_index(
-            [*losses.values(), *reversed(gradients)], [device] * len(losses) + devices
-        ),
+        nonfinite_index=first_nonfinite_index([*losses.values(), *reversed(gradients)]),
         example_losses=_concat_example_losses(results),
     )
 

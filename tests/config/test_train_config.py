@@ -53,7 +53,6 @@ REFUSALS = {  # what a program's message must mention
         (["--recipe=", "--crop=40"], "crop=40"),
         (["--crop=24", "--image_size_schedule=0=24,1=32"], "image_size_schedule"),
         (["--target_accuracy=0.9", "--eval_every_epochs=0"], "eval_every_epochs"),
-        (["--jit_compile", "--strategy=stages"], "jit_compile"),
         (["--jit_compile", "--batch_statistics=synchronized"], "jit_compile"),
         (["--seed=1", "--seeds=2,3"], "seeds=2,3"),
         (["--strategy=multi_worker", "--seeds=0,1"], "strategy=multi_worker"),
@@ -62,12 +61,11 @@ REFUSALS = {  # what a program's message must mention
         (["--loss=tests.nets:loss", "--label_smoothing=0.2"], "label_smoothing=0"),
         (["--worker_index=1"], "--strategy=multi_worker"),
         (["--batch_statistics=synchronized", "--micro_batches=2"], "micro_batches"),
-        (["--batch_statistics=synchronized", "--strategy=stages"], "strategy=stages"),
         (
             ["--strategy=mirrored", "--variable_placement=round_robin"],
             "variable_placement=round_robin",
         ),
-        (["--strategy=stages", "--hard_example_pool=4096"], "hard_example_pool=4096"),
+        (["--strategy=mirrored", "--hard_example_pool=4096"], "hard_example_pool=4096"),
     ],
     BenchmarkConfig: [
         (["--towers=1,two"], "towers=1,two"),
@@ -174,12 +172,11 @@ def test_max_steps_belongs_to_the_recipe_where_schedules_depend_on_it():
         ({"batch_size": 1024}, 7, 4),
         ({"batch_size": 1024}, 8, 8),
         ({"batch_size": 1000, "hard_example_pool": 1500}, 8, 5),
-        ({"batch_size": 1001, "micro_batches": 2}, 2, 2),  # no number divides it
-        ({"batch_size": 1024, "strategy": "stages"}, 7, 7),
+        ({"batch_size": 1001, "micro_batches": 2}, 2, 1),  # no number divides it
     ],
 )
 def test_default_number_of_towers_divides_the_batch(settings, devices, towers):
-    assert TrainConfig(**settings).default_num_towers(devices)[0] == towers
+    assert TrainConfig(**settings).default_num_towers(devices) == towers
 
 
 def test_home_directory_is_expanded_as_a_shell_does_not_after_an_equals_sign(monkeypatch, tmp_path):

@@ -10,7 +10,6 @@ import pytest
 from cifar_towers.checkpointing.checkpoint import find_checkpoint, list_checkpoints, step_of
 from cifar_towers.errors import Interrupted
 from cifar_towers.inference.compare import compare_runs
-from tests.configs import net
 from tests.messages import lines_with
 from tests.programs import call
 from tests.runs.short_runs import (
@@ -25,7 +24,6 @@ from tests.runs.short_runs import (
 )
 
 TWO_TOWERS = replace(TINY, num_gpus=2)
-STAGES = {"strategy": "stages", "micro_batches": 2, "model": net("without_weight_loss")}
 
 
 class SimulatedKill(BaseException):
@@ -127,7 +125,7 @@ def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(
         {"optimizer": "muon", "lookahead": True},
         {"jit_compile": True, "num_gpus": 1, "variable_placement": "round_robin"},
         pytest.param({"batch_size": 50, "hard_example_pool": 200}, marks=pytest.mark.slow),
-        STAGES,
+        {"micro_batches": 2},
         pytest.param(
             {"optimizer": "adamw", "variable_placement": "round_robin"}, marks=pytest.mark.slow
         ),
@@ -148,18 +146,11 @@ def test_every_kind_of_state_is_restored(tmp_path, capsys, settings):
 
 
 @pytest.mark.slow
-def test_a_speednet_goes_on_through_its_phases_and_as_stages(tmp_path, speednet_run):
+def test_a_speednet_goes_on_through_its_phases(tmp_path, speednet_run):
     """After step 10 the images are larger, and the whitening rests."""
     run(replace(QUICK, num_gpus=2, tta=2), stopped_after(9, speednet_run[0], tmp_path / "resumed"))
     same, differences = compare_runs(speednet_run[0], tmp_path / "resumed")
     assert same, differences
-    stages = run(
-        QUICK,
-        stopped_after(20, speednet_run[0], tmp_path / "stages"),
-        num_gpus=2,
-        strategy="stages",
-    )
-    assert stages["weights_sha256"] == speednet_run[1]["weights_sha256"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ class Run:
         self.state, self.train_step = build.make_training(
             config, towers, precision, examples, length, augmentation
         )
-        self.step_towers = towers[: config.num_towers(len(towers))]
 
     def rates(self, step=0, rate=None):
         """Return the recipe's learning rates of a step, or `rate` for all groups that are active in

@@ -29,7 +29,7 @@ def make_run(towers, examples, **settings):
     return (
         run,
         augmentation,
-        diagnostics.make_diagnose_fn(run.state.model, augmentation, run.step_towers),
+        diagnostics.make_diagnose_fn(run.state.model, augmentation, run.towers),
     )
 
 
@@ -39,7 +39,6 @@ def make_run(towers, examples, **settings):
         (2, {}),
         (1, {"micro_batches": 2}),
         (2, {"strategy": "mirrored"}),
-        (2, {"strategy": "stages", "micro_batches": 2}),
     ],
 )
 def test_gradients_and_images_are_those_of_their_step(towers, examples, count, settings):
@@ -49,7 +48,7 @@ def test_gradients_and_images_are_those_of_their_step(towers, examples, count, s
     batch, model = run.batches.at(0), reference.state.model
     rates = {name: rate for name, rate in run.rates().items() if name != "biases"}
     found = diagnose(FinishedStep(1, batch, {}, 32, run.step(0, batch, rates, image_size=32)))
-    shards = split_batch(batch, run.step_towers)
+    shards = split_batch(batch, run.towers)
     loss_fn, _ = build.make_loss_fn(run.config, model)
 
     def gradients_of(shard):

@@ -15,7 +15,6 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batches
 from cifar_towers.models.layers import Activation, BatchNorm, Conv2D, synchronize
 from cifar_towers.towers import variable_placement
-from cifar_towers.towers.pipeline import cut_in_stages, stage_placement
 from cifar_towers.towers.placement import PLACEMENTS
 from cifar_towers.training.distributed_step import make_mirrored_step, make_strategy
 from cifar_towers.training.optimizers import Momentum, Optimizer, ParamGroup
@@ -174,23 +173,3 @@ def test_every_placement_and_strategy_equals_one_device(towers, batches, witness
         if parts == 1:
             by_all = combined(strategy, how, towers(count), batches, synchronized=True)
             assert largest_difference(witness(1), by_all) < BOUND, (strategy, how, count)
-
-
-@pytest.mark.parametrize(("stages", "parts"), [(2, 1), (2, 4), (3, 2)])
-def test_stages_equal_one_device(towers, batches, witness, stages, parts):
-    devices = [tower.device for tower in towers(stages)]
-    with stage_placement(small_net, devices):
-        state = make_state()
-    cut = cut_in_stages(state.model, devices)
-    update = make_update(state, towers(1), loss_fn, AUGMENTATION, micro_batches=parts, stages=cut)
-    assert (
-        largest_difference(
-            witness(parts), after_steps(state, tf.function(update, autograph=False), batches)
-        )
-        < BOUND
-    )
-    homes = {stage.device: {v.path for v in stage.model.variables} for stage in cut}
-    slots = state.optimizer.groups[0].rule.slots["momentum"]
-    for variable, slot in zip(state.model.trainable_variables, slots, strict=True):
-        (home,) = [device for device, paths in homes.items() if variable.path in paths]
-        assert slot.device.endswith(home.lstrip("/"))
