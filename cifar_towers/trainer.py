@@ -12,8 +12,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.checkpointing.checkpoint import find_checkpoint, first_nonfinite, read_checkpoint
+from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_checkpoint
 from cifar_towers.checkpointing.run_directory import (
+    ADVICE,
     RunDirectory,
     assign,
     code_facts,
@@ -144,7 +145,7 @@ def train_from(step: int, run: "Training") -> int:
     Raises:
       Interrupted: after a signal; the last finished step is saved, or the message says that it is
         not.
-      DivergedError: too many steps in a row were skipped, or a variable is not finite at the end.
+      DivergedError: too many steps in a row were skipped, or a save found a non-finite variable.
     """
     run.note_target(step)  # by the evaluations of its checkpoint
     if not run.reached:
@@ -157,8 +158,6 @@ def train_from(step: int, run: "Training") -> int:
                 break
     if run.stop_signal or run.callbacks.error:
         raise run.save_early(step)
-    if nonfinite := first_nonfinite(run.values()):
-        raise DivergedError(f"{nonfinite} is not finite after step {step}; {run.describe_latest()}")
     return step
 
 
@@ -231,7 +230,7 @@ class Training:
             train_step, self.state.optimizer, build.make_image_size_fn(config, length)
         )
         self.diagnose = make_diagnose_fn(self.state.model, augmentation, setup.local_towers)
-        self.health = Health(self.state, setup.towers)
+        self.health = Health(setup.towers)
         self.logger = RunLogger(setup, self.state.model, callbacks)
         self.log = self.logger.log
         show = functools.partial(self.logger.progress.activity, "evaluating")
@@ -402,10 +401,7 @@ class Training:
         for each in finished:
             if line := self.health.record(each):
                 if self.health.skipped_in_a_row >= MAX_SKIPPED_STEPS:
-                    raise DivergedError(
-                        f"{line}; {self.describe_latest()}; give --overwrite with a smaller "
-                        "--learning_rate"
-                    )
+                    raise DivergedError(f"{line}; {self.describe_latest()}; {ADVICE}")
                 self.log(line)
             diagnostics = self._diagnose(each) if self.logger.is_summary_step(each.step) else None
             self.logger.log_step(each, diagnostics, self.health.skipped_steps)

@@ -25,11 +25,12 @@ from cifar_towers.checkpointing.checkpoint import (
 )
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import code_digests, recipe_fields
-from cifar_towers.errors import DataError, UsageError, error_text, listed
+from cifar_towers.errors import DataError, DivergedError, UsageError, error_text, listed
 
 log = logging.getLogger(__name__)
 
 DEFAULT_INTERVAL_SECONDS = 30.0  # between checkpoints where no number of steps is asked for
+ADVICE = "give --overwrite with a smaller --learning_rate"  # for a run that diverged
 MAX_TIME_FRACTION = 0.01  # of the run's time that saving may take there
 
 Saved = tuple[
@@ -89,17 +90,22 @@ class RunDirectory:
     def save(
         self, step: int, values: Mapping[str, np.ndarray], metadata: Mapping[str, Any]
     ) -> bool:
-        """Save the state after `step` unless it is non-finite; return whether it is saved, and log
-        why not.
+        """Save the state after `step`; return whether it is saved, and log why not.
 
         Then remove the oldest checkpoints, except `keep_checkpoints`.
+
+        Raises:
+          DivergedError: a value is not finite.
         """
         if step == self._saved_step:
             return True
+        nonfinite = first_nonfinite(values)
+        if nonfinite:
+            raise DivergedError(
+                f"{nonfinite} is not finite after step {step}; {self.describe_latest()}; {ADVICE}"
+            )
         start = time.monotonic()
         try:
-            if nonfinite := first_nonfinite(values):
-                raise OSError(f"{nonfinite} is not finite")
             write_checkpoint(checkpoint_path(self.path, step), values, {**metadata, "step": step})
             self._saved_step = step
             for path in list_checkpoints(self.path)[: -self._config.keep_checkpoints]:

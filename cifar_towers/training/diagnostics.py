@@ -13,7 +13,6 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.models import layers
 from cifar_towers.towers import Tower
 from cifar_towers.towers.keras_parallel import first_call, variable_values
-from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import PROXY, FinishedStep, StepMetrics, gather_rows
 
 NUM_EXAMPLES = 64  # whose activations are measured
@@ -152,9 +151,10 @@ class Health:
     ones in a row.
     """
 
-    def __init__(self, state: TrainState, towers: Sequence[Tower]):
-        self._state, self._towers = state, towers
-        self.skipped_steps = self.skipped_in_a_row = 0
+    def __init__(self, towers: Sequence[Tower]):
+        self._towers = towers
+        self.skipped_steps = 0
+        self.skipped_in_a_row = 0
 
     def metadata(self) -> dict[str, int]:
         """Return the counts, which checkpoints store."""
@@ -171,30 +171,23 @@ class Health:
         """Count a finished step; return a line with the reason if it, or the proxy's step, was
         skipped, else "".
         """
-        metrics, state, prefix = finished.metrics, self._state, ""
-        if metrics.updated and metrics.proxy and state.proxy:
-            metrics, state, prefix = metrics.proxy, state.proxy, f"{PROXY}: "
+        metrics, prefix = finished.metrics, ""
+        if metrics.updated and metrics.proxy:
+            metrics, prefix = metrics.proxy, f"{PROXY}: "
         if metrics.updated:
             self.skipped_in_a_row = 0
             return ""
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
-        reason = describe_nonfinite(metrics, self._towers, state.weight_names, state.update_names)
+        reason = describe_nonfinite(metrics, self._towers)
         in_a_row = f"{self.skipped_in_a_row} in a row, {MAX_SKIPPED_STEPS} end the run"
         return f"step {finished.step} was skipped ({in_a_row}): {prefix}{reason}"
 
 
-def describe_nonfinite(
-    metrics: StepMetrics,
-    towers: Sequence[Tower],
-    weight_names: Sequence[str],
-    update_names: Sequence[str],
-) -> str:
-    """Name the first non-finite number that a step recorded, e.g. `total_loss of tower_1 is not
-    finite`.
-    """
-    names = [*metrics.losses, *(f"the gradient of {name}" for name in reversed(weight_names))]
-    for tower, index in zip(towers, np.atleast_1d(metrics.nonfinite_towers), strict=True):
-        if index >= 0:
-            return f"{names[index]} of {tower.name} is not finite"
-    return f"the new value of {update_names[metrics.nonfinite_update]} is not finite"
+def describe_nonfinite(metrics: StepMetrics, towers: Sequence[Tower]) -> str:
+    """Name the towers whose loss is not finite in a skipped step, or the norm of its gradient."""
+    losses = zip(towers, metrics.tower_losses, strict=True)
+    names = [tower.name for tower, loss in losses if not np.isfinite(loss)]
+    if not names:
+        return "the norm of the mean gradient is not finite"
+    return f"the loss of {' and '.join(names)} is not finite"

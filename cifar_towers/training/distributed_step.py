@@ -108,9 +108,9 @@ def make_mirrored_step(
         ]
         with tf.name_scope("all_reduce"):  # the replicas meet here
             gradients, reduced = _all_reduce(context, own_gradients, floating)
-            scalars = result.losses, result.num_correct, result.nonfinite_index
+            scalars = result.losses, result.num_correct
             scalars, signals = _all_gather(context, (scalars, stop_signal), tower, len(towers))
-        losses, num_correct, nonfinite_index = scalars  # [K] each: those of all towers
+        losses, num_correct = scalars  # [K] each: those of all towers
         exchanged = result._replace(
             losses=losses,
             gradients=gradients,
@@ -118,7 +118,6 @@ def make_mirrored_step(
                 own if new is None else new for own, new in zip(new_values, reduced, strict=True)
             ],
             num_correct=num_correct,
-            nonfinite_index=nonfinite_index,
         )
         return exchanged, own_gradients, None if signals is None else tf.reduce_max(signals)
 
@@ -197,13 +196,13 @@ def _tower_results(gathered: TowerResult, num_towers: int) -> list[TowerResult]:
     """Return K results without gradients, as the metrics need them, from one whose scalars are
     [K].
     """
-    scalars = gathered.losses, gathered.num_correct, gathered.nonfinite_index
+    scalars = gathered.losses, gathered.num_correct
     results = []
     for index in range(num_towers):
-        losses, num_correct, nonfinite_index = tf.nest.map_structure(
+        losses, num_correct = tf.nest.map_structure(
             lambda values, index=index: values[index], scalars
         )
-        results.append(TowerResult(losses, [], [], num_correct, tf.cast(nonfinite_index, tf.int32)))
+        results.append(TowerResult(losses, [], [], num_correct))
     return results
 
 

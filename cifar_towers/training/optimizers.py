@@ -100,7 +100,8 @@ class Muon:
     C_in, C_out].
 
     m <- mu m + g; w <- w (1 - learning_rate weight_decay) - learning_rate orthogonal(g + mu m).
-    Every 2 + 15 x (step / total_steps) steps a kernel is first rescaled to norm sqrt(C_out).
+    Every 2 + 15 x (step / total_steps) steps a kernel is first rescaled to norm sqrt(C_out), unless
+    it is zero.
     Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024, and the 2025
     CIFAR-10 record.
     """
@@ -122,12 +123,12 @@ class Muon:
         variable, buffer = self.variables[index], self.slots["momentum"][index]
         new_buffer = self.momentum * buffer + gradient
         period = 2 + 15 * tf.cast(step, tf.int64) // self.total_steps
-        rescale = tf.equal(tf.cast(step, tf.int64) % period, 0)
+        is_due = tf.equal(tf.cast(step, tf.int64) % period, 0)
         learning_rate = tf.cast(learning_rate, variable.dtype)
         target = tf.constant(variable.shape[-1] ** 0.5, variable.dtype)
-        scale = tf.where(rescale, target / tf.norm(variable), 1.0) * (
-            1 - learning_rate * self.weight_decay
-        )
+        norm = tf.norm(variable)
+        scale = tf.where(tf.logical_and(is_due, norm > 0), target / norm, 1.0)
+        scale *= 1 - learning_rate * self.weight_decay
         direction = orthogonalize(gradient + self.momentum * new_buffer)
         return [(buffer, new_buffer), (variable, scale * variable - learning_rate * direction)]
 

@@ -12,7 +12,7 @@ from cifar_towers.data.batches import RandomDraws
 from cifar_towers.towers.keras_parallel import is_seed_generator_state
 from cifar_towers.towers.placement import HOST, pin_to_device
 from cifar_towers.training.losses import SmoothedLosses
-from cifar_towers.training.optimizers import Optimizer, make_slot, variable_name
+from cifar_towers.training.optimizers import Optimizer, make_slot
 
 # of one layer in a step; Keras takes seeds modulo 2^31 - 2, so they differ for two million examples
 MAX_DRAWS = 1024
@@ -22,9 +22,6 @@ class UpdateResult(NamedTuple):
     """The result of `TrainState.apply`."""
 
     updated: tf.Tensor  # bool: the variables were updated; otherwise the step was skipped
-    nonfinite_index: (
-        tf.Tensor
-    )  # index in `TrainState.update_names` of a non-finite new value, or -1
     gradient_norm: tf.Tensor  # of the mean gradient, before weight decay
     smoothed_losses: dict[str, tf.Tensor]
 
@@ -42,7 +39,6 @@ class TrainState:
       step: number of finished steps.
       weights: N trained variables. non_trainable: the model's other variables, frozen filters among
         them.
-      weight_names: names of `weights`. update_names: names of all variables that a step may update.
       is_seed: for each of `non_trainable`, whether a layer draws random numbers from it.
       proxy: the state of a smaller net that is trained, saved and restored beside this one, or
         None.
@@ -66,8 +62,6 @@ class TrainState:
         self.weights = [v.value for v in model.trainable_variables]
         self.non_trainable = [v.value for v in model.non_trainable_variables]
         self._updated = optimizer.updated_variables() + self.non_trainable
-        self.weight_names = [variable_name(variable) for variable in self.weights]
-        self.update_names = [variable_name(variable) for variable in self._updated]
         self.is_seed = [is_seed_generator_state(v) for v in model.non_trainable_variables]
         self._constraints = {
             id(v.value): v.constraint for v in model.trainable_variables if v.constraint
@@ -106,26 +100,25 @@ class TrainState:
     ) -> UpdateResult:
         """Update the variables, then the averages, then the step counter.
 
-        If the towers' results or a new value are not finite, the step is skipped: only the step
-        counter changes. With lookahead, the last step of the schedule sets the weights to the slow
-        weights even if it is skipped.
+        If a tower's loss or the norm of the mean gradient is not finite, the step is skipped: only
+        the step counter changes. With lookahead, the last step of the schedule sets the weights to
+        the slow weights even if it is skipped.
 
         Args:
           gradients: N x (mean gradient, variable).
           non_trainable: a new value for each of the model's, or None to leave it.
           losses: the final tower's, by term. learning_rates: by active parameter group.
-          finite: [] bool, whether all results of the towers are finite.
+          finite: [] bool, whether the losses of all towers are finite.
         """
         devices = list(dict.fromkeys(variable.device for variable in self._updated))
         with tf.name_scope("apply"):
             step = tf.convert_to_tensor(self.step)
             arguments = gradients, non_trainable, learning_rates, step
             computed = [self._on(device, self._compute_updates, *arguments) for device in devices]
-            values, nonfinite_indices, half_squares = zip(*computed, strict=True)
+            values, half_squares = zip(*computed, strict=True)
             with tf.device(self.step.device):
-                nonfinite_index = tf.reduce_max(nonfinite_indices)
-                updated = tf.logical_and(finite, nonfinite_index < 0)
                 gradient_norm = tf.sqrt(2.0 * tf.add_n(half_squares))
+                updated = tf.logical_and(finite, tf.math.is_finite(gradient_norm))
                 steps_done = step + 1
             for device, values_there in zip(devices, values, strict=True):
                 self._on(device, self._assign, values_there, updated, steps_done)
@@ -133,7 +126,7 @@ class TrainState:
         smoothed_losses = self._on(
             self.step.device, lambda _: self.loss_averages.update(losses, updated)
         )
-        return UpdateResult(updated, nonfinite_index, gradient_norm, smoothed_losses)
+        return UpdateResult(updated, gradient_norm, smoothed_losses)
 
     def _on(self, device: str, function: Callable, *args: Any) -> Any:
         """Return `function(device, *args)`, computed on the device, and compiled by XLA if the
@@ -149,13 +142,12 @@ class TrainState:
         non_trainable: Sequence[tf.Tensor | None],
         learning_rates: Mapping[str, tf.Tensor],
         step: tf.Tensor,
-    ) -> tuple[list[tf.Tensor | None], tf.Tensor, tf.Tensor]:
+    ) -> tuple[list[tf.Tensor | None], tf.Tensor]:
         """Compute the update of the variables on one device, and change none.
 
         Returns:
           A new value of each variable that a step may update, within the constraints of a user's
-          model, or None; the index of the first that is not finite, or -1; half the squared norm of
-          the gradients.
+          model, or None; half the squared norm of the gradients.
         """
         own = [
             (g if g is None else tf.convert_to_tensor(g), v)
@@ -173,11 +165,7 @@ class TrainState:
         values = [new_values.get(id(variable)) for variable in self._updated]
         # of sparse gradients, TensorFlow would take the norm of rows that are to be added
         half_squares = [tf.nn.l2_loss(gradient) for gradient, _ in own if gradient is not None]
-        return (
-            values,
-            first_nonfinite_index(values),
-            tf.reduce_sum(half_squares) if half_squares else 0.0,
-        )
+        return values, tf.reduce_sum(half_squares) if half_squares else 0.0
 
     def _assign(
         self,
@@ -242,26 +230,6 @@ def xla_compiled(function: Callable, jit_compile: bool) -> Callable:
     itself.
     """
     return tf.function(function, autograph=False, jit_compile=True) if jit_compile else function
-
-
-def first_nonfinite_index(
-    tensors: Sequence[tf.Tensor | None], devices: Sequence[str] = ()
-) -> tf.Tensor:
-    """Return the index, int32, of the first of N tensors that holds a NaN or an infinity; -1 if
-    none does.
-
-    Each tensor is checked on its own of N `devices`, if they are given. None and integers count as
-    finite.
-    """
-    finite = []
-    for index, tensor in enumerate(tensors):
-        if tensor is None or not tensor.dtype.is_floating:
-            finite.append(tf.constant(True))
-            continue
-        with tf.device(devices[index] if devices else ""):
-            finite.append(tf.reduce_all(tf.math.is_finite(tensor)))
-    finite = tf.stack(finite)
-    return tf.where(tf.reduce_all(finite), -1, tf.argmin(finite, output_type=tf.int32))
 
 
 class ExponentialMovingAverage:

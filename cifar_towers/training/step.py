@@ -25,7 +25,6 @@ from cifar_towers.training.optimizers import Optimizer
 from cifar_towers.training.state import (
     TrainState,
     UpdateResult,
-    first_nonfinite_index,
     xla_compiled,
 )
 
@@ -48,12 +47,6 @@ class StepMetrics(NamedTuple):
     losses: dict[str, Any]  # by term
     smoothed_losses: dict[str, Any]  # moving averages by term
     updated: Any  # bool: the variables were updated; otherwise the step was skipped
-    nonfinite_towers: (
-        Any  # [K] int32: index of each tower's first non-finite value, as in `TowerResult`, or -1
-    )
-    nonfinite_update: (
-        Any  # int32: index in `TrainState.update_names` of a non-finite new value, or -1
-    )
     gradients: Any = ()  # N mean gradients, None for a variable without one
     tower_gradients: Any = ()  # for each tower of this process, its N gradients
     stop_signal: Any = (
@@ -76,9 +69,6 @@ class TowerResult(NamedTuple):
     gradients: list[tf.Tensor | None]  # N, in the order of `TrainState.weights`
     non_trainable: list[tf.Tensor | None]  # new values; None for an unchanged one
     num_correct: tf.Tensor
-    nonfinite_index: tf.Tensor | None = (
-        None  # of a shard: first non-finite of (*losses, *reversed(gradients)), or -1
-    )
     example_losses: tf.Tensor | None = None  # one for each example, if there is an `example_loss`
 
 
@@ -237,14 +227,14 @@ def _combine_micro_batches(results: Sequence[TowerResult], device: str) -> Tower
         gradients=gradients,
         non_trainable=reduce_batch_stats([r.non_trainable for r in results]),
         num_correct=tf.add_n([r.num_correct for r in results]),
-        nonfinite_index=first_nonfinite_index([*losses.values(), *reversed(gradients)]),
         example_losses=_concat_example_losses(results),
     )
 
 
 def all_finite(results: Sequence[TowerResult]) -> tf.Tensor:
-    """Return whether all losses and gradients of K towers are finite."""
-    return tf.reduce_all(tf.stack([r.nonfinite_index for r in results]) < 0)
+    """Return whether the losses of K towers are finite."""
+    losses = [result.losses["total_loss"] for result in results]
+    return tf.reduce_all(tf.math.is_finite(tf.stack(losses)))
 
 
 def reduce_batch_stats(
@@ -283,8 +273,6 @@ def make_step_metrics(
             losses=results[-1].losses,
             smoothed_losses=update.smoothed_losses,
             updated=update.updated,
-            nonfinite_towers=tf.stack([r.nonfinite_index for r in results]),
-            nonfinite_update=update.nonfinite_index,
             example_losses=_concat_example_losses(results),
         )
     return copy_to_host(metrics)._replace(

@@ -21,7 +21,7 @@ from cifar_towers.checkpointing.checkpoint import (
 from cifar_towers.checkpointing.run_directory import RunDirectory, open_run
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import code_digests, recipe_fields
-from cifar_towers.errors import DataError, UsageError
+from cifar_towers.errors import DataError, DivergedError, UsageError
 from tests.messages import lines_with
 
 VALUES = {"model.kernel": np.ones([2, 2], np.float32), "step": np.int64(0)}
@@ -101,11 +101,11 @@ def test_saves_every_n_steps_and_keeps_the_newest(config):
 def test_a_state_that_cannot_be_saved_leaves_the_older_checkpoint(config, caplog, monkeypatch):
     save(config, 3)
     with open_run(config) as run:
-        assert not run.save(6, {"kernel": np.array([0, np.nan], np.float32)}, {})
-        assert run.failed_saves == 2  # one before the checkpoint
+        with pytest.raises(DivergedError, match="^kernel is not finite after step 6; step-3.npz"):
+            run.save(6, {"kernel": np.array([0, np.nan], np.float32)}, {})
         monkeypatch.setattr(np, "savez", Mock(side_effect=OSError(28, "No space left on device")))
-        assert not run.save(7, VALUES, {}) and run.failed_saves == 3
-    assert lines_with(caplog.text, "step 6", "kernel is not finite", "step-3.npz")
+        assert not run.save(7, VALUES, {})
+        assert run.failed_saves == 2  # one before the checkpoint
     assert lines_with(caplog.text, "step 7", "No space left on device", "step-3.npz")
     assert [path.name for path in list_checkpoints(config.directory)] == ["step-3.npz"]
 

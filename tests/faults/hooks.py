@@ -23,10 +23,7 @@ SKIPPED = r"step {0} was skipped \(1 in a row.*"  # a step without an update, th
 PARTS = {  # of a run: the owner and name of a function
     "loading": (sources, "load"),
     "loop": (trainer, "train_from"),
-    "averaging": (
-        step,
-        "average_gradients",
-    ),  # while a step is traced: for each tower, then for all
+    "averaging": (step, "average_gradients"),  # of all towers, while a step is traced
     "update": (trainer.Training, "start_step"),
     "step": (StepRunner, "start"),
     "evaluation": (trainer, "score_split"),

@@ -1,7 +1,6 @@
 """NaN and infinity in the input, weights or gradients of a run: no checkpoint ever holds one."""
 
 import functools
-import itertools
 import re
 from collections.abc import Sequence
 
@@ -34,7 +33,8 @@ def inject(trial: Trial) -> str:
         check(not first_nonfinite(read_checkpoint(path)[0]), f"saved: {path.name}")
     message = re.search(hooks.SKIPPED.format(first), run.output)
     trial.details += f": {message[0] if message else 'no message'}"
-    named = message and (place == "weights" or f"tower_{tower} is not finite" in message[0])
+    culprit = "gradient" if place == "gradient" else f"tower_{tower}"
+    named = message and re.search(rf"{culprit}\b.* is not finite", message[0])
     lasting = place == "weights" or count >= MAX_SKIPPED_STEPS
     outcome = "finished" if run.exit_code == 0 else f"ended with {run.exit_code}"
     check(named and run.exit_code == (4 if lasting else 0), outcome)
@@ -68,17 +68,14 @@ def _inject_into_weights(tower: int, steps: Sequence[int], value: float) -> None
 
 
 def _inject_into_gradient(tower: int, steps: Sequence[int], value: float) -> None:
-    calls, added = itertools.count(), []
+    added = []
 
     def wrapper(average):
-        def wrapped(
-            gradients,
-        ):  # each tower averages its micro-batches first, in order; then all towers meet
-            averaged = average(gradients)
-            if next(calls) == tower:
-                (gradient, variable), *rest = averaged
-                averaged = [(gradient + added[0], variable), *rest]
-            return averaged
+        def wrapped(tower_grads):
+            tower_grads = [list(pairs) for pairs in tower_grads]
+            (gradient, variable), *rest = tower_grads[tower]
+            tower_grads[tower] = [(gradient + added[0], variable), *rest]
+            return average(tower_grads)
 
         return wrapped
 

@@ -67,7 +67,7 @@ def test_a_nonfinite_batch_skips_only_its_update(tmp_path, inject_nan, capsys, s
     )
     for name, value in previous.items():
         np.testing.assert_array_equal(skipped[name], value, err_msg=name)
-    assert lines_with(capsys.readouterr().out, "step 3", f"cross_entropy of {tower}")
+    assert lines_with(capsys.readouterr().out, "step 3", f"loss of {tower} is not finite")
     assert [
         record["step"] for record in records_of(tmp_path, "train") if record["loss"] is None
     ] == [2, 3, 6]
@@ -88,6 +88,16 @@ def test_too_many_nonfinite_steps_end_a_run_that_can_be_resumed(tmp_path, inject
 
 
 def test_a_diverged_run_saves_no_nonfinite_values(tmp_path):
-    with pytest.raises(DivergedError, match="--overwrite.* --learning_rate"):
+    with pytest.raises(DivergedError, match="in a row.*--overwrite.* --learning_rate"):
         run(TINY, tmp_path, learning_rate=1e38, checkpoint_every_steps=1)
     assert_finite(tmp_path)
+
+
+def test_a_save_that_finds_a_nonfinite_value_ends_the_run_and_names_it(tmp_path):
+    """The first update overflows from finite gradients."""
+    rates = {"learning_rate": 1e38, "weight_decay": 1e38}
+    with pytest.raises(
+        DivergedError, match=r"^model\.\S+ is not finite after step 1;.* --overwrite"
+    ):
+        run(TINY, tmp_path, checkpoint_every_steps=1, **rates)
+    assert list_checkpoints(tmp_path) == []

@@ -24,10 +24,6 @@ WAYS = [{}, {"strategy": "mirrored"}]
 WAYS += [pytest.param({"batch_statistics": "synchronized"}, marks=pytest.mark.slow)]
 
 
-def describe(run, metrics):
-    return describe_nonfinite(metrics, run.towers, run.state.weight_names, run.state.update_names)
-
-
 def same(before, after):
     return all(
         np.array_equal(value, after[name]) for name, value in before.items() if name != "step"
@@ -44,25 +40,23 @@ def test_nonfinite_step_changes_nothing_and_names_its_tower(towers, examples, wa
         images = tf.cast(batch.images, tf.float32).numpy()
         images[example] = np.inf  # a single NaN could get lost: max pooling passes over it
         metrics = run.step(0, batch._replace(images=tf.constant(images)), rates)
-        synchronized = (
-            way.get("batch_statistics") == "synchronized"
-        )  # there it spreads before any loss is taken
-        assert (
-            not metrics.updated and same(before, run.values()) and not first_nonfinite(run.values())
-        )
-        assert f"cross_entropy of tower_{0 if synchronized else example // 12} " in describe(
-            run, metrics
-        )
+        assert not metrics.updated
+        assert same(before, run.values())
+        assert not first_nonfinite(run.values())
+        # synchronized norms spread it before any loss is taken
+        is_everywhere = way.get("batch_statistics") == "synchronized"
+        named = "tower_0 and tower_1" if is_everywhere else f"tower_{example // 12}"
+        message = describe_nonfinite(metrics, run.towers)
+        assert message == f"the loss of {named} is not finite"
         assert np.isfinite(list(metrics.smoothed_losses.values())).all()
-    metrics = run.step(0, batch, run.rates(rate=np.inf))  # whose update would overflow the weights
-    assert (
-        not metrics.updated
-        and same(before, run.values())
-        and (metrics.nonfinite_towers == -1).all()
-    )
-    assert any(name in describe(run, metrics) for name in run.state.update_names)
-    assert run.step(0, batch, rates).updated and not same(before, run.values())
-    assert run.state.step.numpy() == 5
+    assert run.step(0, batch, rates).updated
+    assert not same(before, run.values())
+    assert run.state.step.numpy() == 4
+
+
+def test_a_gradient_that_is_not_finite_is_named_by_its_norm(towers):
+    metrics = SimpleNamespace(tower_losses=np.array([1.0, 2.0]))
+    assert describe_nonfinite(metrics, towers(2)) == "the norm of the mean gradient is not finite"
 
 
 def finished(step, finite, proxy_finite=True):
@@ -72,9 +66,7 @@ def finished(step, finite, proxy_finite=True):
         return SimpleNamespace(
             updated=finite,
             proxy=proxy,
-            losses={"total_loss": 0.0},
-            nonfinite_update=-1,
-            nonfinite_towers=np.array([-1 if finite else 0]),
+            tower_losses=np.array([0.0 if finite else np.nan]),
         )
 
     return FinishedStep(step, np.array([7, 8]), {}, 32, metrics(finite, metrics(proxy_finite)))
@@ -82,8 +74,8 @@ def finished(step, finite, proxy_finite=True):
 
 def test_skipped_steps_are_counted_in_all_and_in_a_row(towers):
     """Steps of the proxy count, too."""
-    net = SimpleNamespace(weight_names=["w"], update_names=["w"])
-    health, later = (Health(SimpleNamespace(**vars(net), proxy=net), towers(1)) for _ in range(2))
+    health = Health(towers(1))
+    later = Health(towers(1))
     steps = (
         finished(6, True),
         finished(7, False),
@@ -93,10 +85,10 @@ def test_skipped_steps_are_counted_in_all_and_in_a_row(towers):
     )
     lines = [health.record(step) for step in steps]
     assert lines[0] == lines[2] == "" and lines_with(
-        lines[1], "step 7 ", "1 in a row", "total_loss of tower_0"
+        lines[1], "step 7 ", "1 in a row", "loss of tower_0"
     )
     assert "proxy" not in lines[3] and lines_with(
-        lines[4], "step 10 ", "2 in a row", "proxy: total_loss of tower_0"
+        lines[4], "step 10 ", "2 in a row", "proxy: the loss of tower_0"
     )
     assert health.metadata() == {"skipped_steps": 3, "skipped_in_a_row": 2}
     later.restore(health.metadata() | {"step": 20})

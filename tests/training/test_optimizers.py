@@ -107,15 +107,22 @@ def test_without_a_gradient_or_a_rate_a_variable_and_its_slots_rest(state):
     }
 
 
-@pytest.mark.parametrize(("rate", "finite"), [(0.1, False), (np.inf, True)])
-def test_a_step_that_is_not_finite_changes_no_weight_slot_or_average(state, rate, finite):
+@pytest.mark.parametrize(("gradient", "finite"), [(1.0, False), (np.inf, True), (np.nan, True)])
+def test_a_step_that_is_not_finite_changes_no_weight_slot_or_average(state, gradient, finite):
     state.step.assign(4)  # the next one is due for lookahead
-    gradients, groups = (
-        [tf.ones_like(weight) for weight in state.weights],
-        state.optimizer.learning_rates(1),
-    )
-    result, moved = update(state, gradients, dict.fromkeys(groups, rate), finite)
-    assert not result.updated and moved == {"step"}
+    first, *others = [tf.ones_like(weight) for weight in state.weights]
+    result, moved = update(state, [gradient * first, *others], finite=finite)
+    assert not result.updated
+    assert moved == {"step"}
+
+
+def test_muon_leaves_a_kernel_of_zeros_unscaled():
+    rule = Muon([tf.Variable(tf.zeros([3, 3, 2, 4]))], 0.5, total_steps=100)
+    gradient = tf.ones([3, 3, 2, 4])
+    for step in (0, 2):
+        assign(rule.compute_update(0, gradient * step, tf.constant(0.1), tf.constant(step)))
+        assert np.isfinite(rule.variables[0]).all()
+        assert np.any(rule.variables[0]) == (step > 0)
 
 
 def test_constraints_hold_after_every_update(state):
