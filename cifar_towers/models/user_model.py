@@ -92,6 +92,9 @@ def check_model(
             "--model takes integers, and images come normalized, as floats; leave out the Input's "
             "dtype"
         )
+    constrained = [v.path for v in model.trainable_variables if v.constraint]
+    if constrained:
+        raise UsageError(f"--model has a constraint on {constrained[0]}; leave it out")
     norm = synchronized_norm(model)
     if norm and not synchronized:
         raise UsageError(

@@ -63,9 +63,6 @@ class TrainState:
         self.non_trainable = [v.value for v in model.non_trainable_variables]
         self._updated = optimizer.updated_variables() + self.non_trainable
         self.is_seed = [is_seed_generator_state(v) for v in model.non_trainable_variables]
-        self._constraints = {
-            id(v.value): v.constraint for v in model.trainable_variables if v.constraint
-        }
         self.ema = ExponentialMovingAverage(self.weights + self.non_trainable, ema_decay)
         self.lookahead = Lookahead(self.weights + self.non_trainable, total_steps, lookahead)
         self.loss_averages = SmoothedLosses(loss_terms, home)
@@ -146,8 +143,8 @@ class TrainState:
         """Compute the update of the variables on one device, and change none.
 
         Returns:
-          A new value of each variable that a step may update, within the constraints of a user's
-          model, or None; half the squared norm of the gradients.
+          A new value of each variable that a step may update, or None; half the squared norm of
+          the gradients.
         """
         own = [
             (g if g is None else tf.convert_to_tensor(g), v)
@@ -157,9 +154,6 @@ class TrainState:
         new_values = {
             id(v): value for v, value in self.optimizer.compute_updates(own, learning_rates, step)
         }
-        for key, constraint in self._constraints.items():
-            if key in new_values:
-                new_values[key] = tf.convert_to_tensor(constraint(new_values[key]))
         pairs = zip(self.non_trainable, non_trainable, strict=True)
         new_values |= {id(v): value for v, value in pairs if v.device == device}
         values = [new_values.get(id(variable)) for variable in self._updated]

@@ -148,6 +148,7 @@ def test_models_that_towers_can_train(make):
             "frozen/kernel",
         ),
         (with_two_of_a_name, {}, "same/kernel"),
+        (lambda: net(L.Conv2D(2, 3, bias_constraint="non_neg", name="ruled")), {}, "ruled/bias"),
         (lambda: net(L.SpectralNormalization(L.Conv2D(2, 3))), {}, "kernel"),
         (Trained, {}, "train_step"),
         (
