@@ -40,6 +40,9 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
     returns it; the same call, without `overwrite`, resumes. A second interrupt raises
     `KeyboardInterrupt` at once.
 
+    The call seeds the random numbers of Python, NumPy and TensorFlow by
+    `keras.utils.set_random_seed(seed)`.
+
     TensorFlow fixes its devices when it is first used: later calls in a process can have as many
     towers or fewer.
 

@@ -15,8 +15,11 @@ import tensorflow as tf
 from PIL import Image
 
 import cifar_towers
+from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
+from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.errors import UsageError
+from cifar_towers.training import build
 from tests.configs import TINY_NET
 from tests.runs.short_runs import small_runs
 
@@ -92,10 +95,10 @@ def test_arrays_files_folders_and_the_model_have_the_same_probabilities(run, sma
     np.testing.assert_allclose(of_levels, probabilities[:30], atol=1e-5)
 
 
-def test_random_numbers_and_layer_names_of_the_caller_go_on(run, small_set):
+def test_reading_a_run_seeds_nothing_and_names_no_layer_anew(run, small_set):
     def draw():
-        drawn = tf.random.uniform([]), keras.random.uniform([])
-        return [random.random(), np.random.rand(), *map(float, drawn)], keras.layers.Dense(1).name
+        drawn = np.random.rand(), tf.random.uniform([]), keras.random.uniform([])
+        return [float(number) for number in drawn], keras.layers.Dense(1).name
 
     keras.utils.set_random_seed(7)
     expected = [draw()[0] for _ in range(2)]
@@ -103,7 +106,19 @@ def test_random_numbers_and_layer_names_of_the_caller_go_on(run, small_set):
     first, name = draw()
     cifar_towers.predict(run, small_set[1].images[:2], **OF_RUN)
     second, other_name = draw()
-    assert [first, second] == expected and name != other_name
+    assert [first, second] == expected
+    assert name != other_name
+
+
+def test_a_training_seeds_the_random_numbers_of_the_process(run):
+    keras.utils.set_random_seed(7)
+    other = random.random()
+    numbers = []
+    for _ in range(2):
+        random.seed()
+        build.make_model(TrainConfig(seed=3), "float32", CIFAR10, synthetic.make(20, 0, 0))
+        numbers.append(random.random())
+    assert numbers[0] == numbers[1] != other
 
 
 def test_the_settings_of_the_callers_keras_change_nothing_and_are_kept(run, small_set):

@@ -2,22 +2,18 @@
 values.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import logging
 import math
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import global_state
 from keras.src.utils import naming  # clear_session also ends the graph that is being built
-from tensorflow.python.eager import context
 
 from cifar_towers.config import DeviceConfig, TrainConfig, schedules
 from cifar_towers.data.augment import Augmentation
@@ -164,54 +160,36 @@ def make_model(
     """Return the model with initial weights from the seed. Whitening filters are computed from
     `train`.
 
-    Leave out `train` to restore weights. Whitening filters are then zeros, and a user's model is
-    not checked. The caller's random number generators are restored.
+    With `train`, the random number generators of Python, NumPy and TensorFlow are seeded. Leave it
+    out to restore weights: nothing is seeded, whitening filters are zeros, and a user's model is
+    not checked.
 
     Raises:
       UsageError: a user's model cannot be built, or towers cannot train it.
     """
     image_size, num_classes = config.crop or info.image_size, len(info.class_names)
     is_synchronized, policy = config.batch_statistics == "synchronized", POLICIES[precision]
-    with _seeded(config.seed):
-        if config.user_model:
-            naming.reset_uids()  # layers without a name are called the same in every process
-            model = user_model.build_model(
-                load_function("model", config.model), image_size, num_classes, policy
-            )
-            if train is not None:
-                user_model.check_model(model, image_size, num_classes, is_synchronized)
-        else:
-            options: dict[str, Any] = {"dtype": policy, "num_classes": num_classes}
-            if config.model not in SPEEDNETS:
-                options["image_size"] = image_size
-            elif train is not None:
-                parts = chunks(train.images[: config.whitening_images], MAX_WHITENING_PIXELS)
-                normalize = make_augmentation(config, info).evaluate
-                options["whitening"] = whitening_kernel(
-                    normalize(images).numpy() for images in parts
-                )
-            model = MODELS[config.model](**options)
+    if train is not None:
+        keras.utils.set_random_seed(config.seed)
+    if config.user_model:
+        naming.reset_uids()  # layers without a name are called the same in every process
+        model = user_model.build_model(
+            load_function("model", config.model), image_size, num_classes, policy
+        )
+        if train is not None:
+            user_model.check_model(model, image_size, num_classes, is_synchronized)
+    else:
+        options: dict[str, Any] = {"dtype": policy, "num_classes": num_classes}
+        if config.model not in SPEEDNETS:
+            options["image_size"] = image_size
+        elif train is not None:
+            parts = chunks(train.images[: config.whitening_images], MAX_WHITENING_PIXELS)
+            normalize = make_augmentation(config, info).evaluate
+            options["whitening"] = whitening_kernel(normalize(images).numpy() for images in parts)
+        model = MODELS[config.model](**options)
     if is_synchronized:
         synchronize(model)
     return model
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed all random numbers inside, and restore their state at the end."""
-    tensorflow = context.context()
-    with contextlib.ExitStack() as stack:
-        stack.callback(random.setstate, random.getstate())
-        stack.callback(np.random.set_state, np.random.get_state())
-        stack.callback(
-            vars(tensorflow).update, _seed=tensorflow._seed, _rng=getattr(tensorflow, "_rng", None)
-        )
-        for name in ("global_random_seed", "global_seed_generator"):
-            stack.callback(
-                global_state.set_global_attribute, name, global_state.get_global_attribute(name)
-            )
-        keras.utils.set_random_seed(seed)
-        yield
 
 
 def make_loss_fn(config: TrainConfig, model: keras.Model) -> tuple[Callable, list[str]]:

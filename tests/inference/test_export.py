@@ -82,6 +82,7 @@ def write_run(config):
     nothing is zero.
     """
     random, info = np.random.default_rng(0), TEST.info
+    keras.utils.set_random_seed(0)
     model = build.make_model(config, "float32", info)
     variables = [*model.trainable_variables, *model.non_trainable_variables]
     for variable in variables:

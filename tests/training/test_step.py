@@ -43,7 +43,7 @@ def witness(examples):
     """
     config = cifarnet()
     model, augmentation = (
-        build.make_model(config, "float64", CIFAR10),
+        build.make_model(config, "float64", CIFAR10, examples),
         build.make_augmentation(config, CIFAR10),
     )
     weights = [v.value for v in model.trainable_variables]
@@ -266,7 +266,8 @@ def test_dropout_depends_on_the_position_in_the_batch(towers, examples):
 def test_model_losses_are_added_once(towers, examples):
     """Whatever the number of towers and parts: L2's term is 1e-3 w^2, its gradient 2e-3 w."""
     settings = {"crop": 0, "momentum": 0.0, "micro_batches": 2}
-    model = build.make_model(cifarnet(model=net("regularized"), **settings), "float64", CIFAR10)
+    config = cifarnet(model=net("regularized"), **settings)
+    model = build.make_model(config, "float64", CIFAR10, examples)
     kernel = model.trainable_variables[0].numpy()
     (with_loss, metrics), (without, _) = (
         trained(towers(2), examples, "float64", 1, model=net(name), **settings)
