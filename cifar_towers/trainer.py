@@ -4,7 +4,7 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,15 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import code_digests, recipe_fields, shared_settings
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
-from cifar_towers.errors import DataError, DivergedError, Interrupted, RunError, UsageError, listed
+from cifar_towers.errors import (
+    DataError,
+    DivergedError,
+    Interrupted,
+    RunError,
+    UsageError,
+    error_line,
+    listed,
+)
 from cifar_towers.evaluation.evaluator import Evaluator, make_classify_fn, score_split
 from cifar_towers.evaluation.score import reported_score
 from cifar_towers.hardware import choose_precision
@@ -139,8 +147,9 @@ def shared_values(setup: RunSetup) -> dict[str, Any]:
 
 
 def train_from(step: int, run: "Training") -> int:
-    """Train from `step` until the end, the target, a signal or an error of a callback; return the
-    finished steps.
+    """Train from `step` until the end, the target or a signal; return the finished steps.
+
+    After any error but the step's, or a lost worker's, the last finished step is saved.
 
     Raises:
       Interrupted: after a signal; the last finished step is saved, or the message says that it is
@@ -148,15 +157,28 @@ def train_from(step: int, run: "Training") -> int:
       DivergedError: too many steps in a row were skipped, or a save found a non-finite variable.
     """
     run.note_target(step)  # by the evaluations of its checkpoint
-    if not run.reached:
-        for batch in run.batches.stream(step, run.length.last):
-            finished = run.start_step(step, batch)
-            step += 1
-            for hook in run.hooks:
-                hook(step, finished)
-            if run.reached or run.stop_signal or run.callbacks.error:
-                break
-    if run.stop_signal or run.callbacks.error:
+    try:
+        if not run.reached:
+            for batch in run.batches.stream(step, run.length.last):
+                finished = run.start_step(step, batch)
+                step += 1
+
+                run.check_and_log(finished)
+                if run.evaluator.is_due(step):
+                    run.evaluate_now(step)
+                if run.ends_epoch(step):
+                    run.logger.log_epoch(step, finished[-1].learning_rates, run.evaluations)
+                if run.can_be_saved(step) and run.should_save(step):
+                    run.save_now(step)
+                run.note_target(step)
+                run.note_signal(finished)
+                run.logger.profile(step)
+                if run.reached or run.stop_signal:
+                    break
+    except (Exception, SystemExit) as error:
+        run.save_after(error, step)
+        raise
+    if run.stop_signal:
         raise run.save_early(step)
     return step
 
@@ -190,12 +212,10 @@ def finish(step: int, saved: bool, run: "Training") -> dict:
 
 
 class Training:
-    """One run in memory: the parts that train it, and the hooks after each step.
+    """One run in memory: the parts that train it, and what happens around a step.
 
     Attributes:
       variables: every variable that checkpoints hold, by name.
-      hooks: functions of (number of finished steps, steps whose metrics have arrived), called after
-        every step.
       evaluations: records of the evaluations after the last step, if it was evaluated.
       reached: the first accuracy that met the target; 0 until then.
       stop_signal: the signal that ends the run, on which a cluster's workers agree; 0 without one.
@@ -231,7 +251,7 @@ class Training:
         )
         self.diagnose = make_diagnose_fn(self.state.model, augmentation, setup.local_towers)
         self.health = Health(setup.towers)
-        self.logger = RunLogger(setup, self.state.model, callbacks)
+        self.logger = RunLogger(setup, self.state.model)
         self.log = self.logger.log
         show = functools.partial(self.logger.progress.activity, "evaluating")
         classify = make_classify_fn(
@@ -255,15 +275,6 @@ class Training:
             "jit_compile": config.jit_compile,
             **code_facts(config),
         }
-        self.hooks: list[Callable[[int, Sequence[FinishedStep]], None]] = [
-            self.check_and_log,
-            self.evaluate_if_due,
-            self.log_epoch_if_due,
-            self.save_if_due,
-            self.note_target,
-            self.note_signal,
-            self.logger.profile,
-        ]
         self.evaluations: list[dict] = []
         self.reached = 0.0
         self.stop_signal = 0
@@ -284,8 +295,8 @@ class Training:
         self.directory.clear()
         self.workers.log(f"trains from step {step} to {self.length.last}")
         self.logger.open(step)
-        if self.callbacks.error:
-            raise self.callbacks.error
+        self.callbacks.start()
+        self.logger.profile(step)
         self.timer.end_phase("start")
         if step == 0 and self.config.init_from:
             self.save_now(0)  # a run that resumes from it does not read `init_from`
@@ -377,26 +388,32 @@ class Training:
         is_summarized = self.logger.is_summary_step(step + 1)
         finished = self.step_runner.start(step, batch, signal, keep_gradients=is_summarized)
         waits = is_cluster or needs_compilation or self.config.profile_steps or is_summarized
-        if waits or self._is_something_due(step + 1):
+        is_needed = self.ends_epoch(step + 1) or self.evaluator.is_due(step + 1)
+        if waits or is_needed or self.should_save(step + 1):
             finished += self.step_runner.finish()
         self.timer.end_step(self.config.batch_size * len(finished), not needs_compilation)
         self.evaluations = []
         return finished
 
-    def _is_something_due(self, step: int) -> bool:
-        return self._ends_epoch(step) or self.evaluator.is_due(step) or self._should_save(step)
-
-    def _ends_epoch(self, step: int) -> bool:
+    def ends_epoch(self, step: int) -> bool:
+        """Return whether an epoch, or the run, ends with this step."""
         return step % self.length.steps_per_epoch == 0 or step == self.length.last
 
-    def _should_save(self, step: int) -> bool:
-        return self.workers.is_chief and self.directory.should_save(
-            step, self.evaluator.is_due(step)
-        )
+    def should_save(self, step: int) -> bool:
+        """Return whether a checkpoint is due after this step, on worker 0."""
+        is_due = self.directory.should_save(step, self.evaluator.is_due(step))
+        return self.workers.is_chief and is_due
 
-    # Hooks: what happens after a step
+    def can_be_saved(self, step: int) -> bool:
+        """Return whether the metrics of this step have arrived and it was not skipped. The last
+        step is saved after the loop.
+        """
+        is_good = self.step_runner.is_up_to_date and not self.health.skipped_in_a_row
+        return is_good and step < self.length.last
 
-    def check_and_log(self, step: int, finished: Sequence[FinishedStep]) -> None:
+    # After a step
+
+    def check_and_log(self, finished: Sequence[FinishedStep]) -> None:
         """Check and log the steps whose metrics have arrived."""
         for each in finished:
             if line := self.health.record(each):
@@ -404,7 +421,9 @@ class Training:
                     raise DivergedError(f"{line}; {self.describe_latest()}; {ADVICE}")
                 self.log(line)
             diagnostics = self._diagnose(each) if self.logger.is_summary_step(each.step) else None
-            self.logger.log_step(each, diagnostics, self.health.skipped_steps)
+            record = self.logger.log_step(each, diagnostics, self.health.skipped_steps)
+            if record:
+                self.callbacks.step(each.step, record)
         self.timer.end_phase("compile" if self._was_slow else "report")
 
     def _diagnose(self, finished: FinishedStep) -> StepDiagnostics:
@@ -419,31 +438,7 @@ class Training:
         norms, cosines = map(np.concatenate, zip(*pairs, strict=True))
         return diagnostics._replace(tower_gradient_norm=norms, tower_gradient_cosine=cosines)
 
-    def evaluate_if_due(self, step: int, finished: Sequence[FinishedStep]) -> None:
-        """Evaluate the run if it is time to."""
-        if self.evaluator.is_due(step):
-            self.evaluate_now(step)
-
-    def log_epoch_if_due(self, step: int, finished: Sequence[FinishedStep]) -> None:
-        """Log the epoch that ends with this step, if one does."""
-        if self._ends_epoch(step):
-            self.logger.log_epoch(step, finished[-1].learning_rates, self.evaluations)
-
-    def save_if_due(self, step: int, finished: Sequence[FinishedStep]) -> None:
-        """Save a checkpoint if one is due, the metrics of `step` have arrived, and the step was not
-        skipped.
-
-        `finish` saves the last step.
-        """
-        is_good = (
-            step < self.length.last
-            and self.step_runner.is_up_to_date
-            and not self.health.skipped_in_a_row
-        )
-        if is_good and self._should_save(step):
-            self.save_now(step)
-
-    def note_target(self, step: int, finished: Sequence[FinishedStep] = ()) -> None:
+    def note_target(self, step: int) -> None:
         """Set `reached` once the reported weights meet the target on the first split without
         test-time augmentation.
         """
@@ -461,10 +456,8 @@ class Training:
                 f"{training_seconds(self.timer.seconds):.1f} s of training"
             )
 
-    def note_signal(self, step: int, finished: Sequence[FinishedStep]) -> None:
-        """Note a signal to stop, also one during the hooks before: on a cluster, the one that the
-        step exchanged.
-        """
+    def note_signal(self, finished: Sequence[FinishedStep]) -> None:
+        """Note a signal to stop: on a cluster, the one that the step exchanged."""
         is_cluster = self.workers.size > 1
         self.stop_signal = (
             int(finished[-1].metrics.stop_signal) if is_cluster else self.signals.received
@@ -480,6 +473,8 @@ class Training:
         self.evaluations = self.logger.log_evaluation(
             step, evaluations, self.evaluator.splits, final
         )
+        for record in self.evaluations:
+            self.callbacks.evaluation(step, record)
         self.timer.end_phase("evaluate")
 
     def values(self) -> dict[str, np.ndarray]:
@@ -518,16 +513,29 @@ class Training:
         """Return what worker 0 has saved of the run."""
         return self.workers.broadcast_from_chief(self.directory.describe_latest)
 
-    def save_early(self, step: int) -> BaseException:
-        """Save the last finished step; return the error to raise: that of a callback, or that of
-        the signal.
-        """
-        self.check_and_log(step, self.step_runner.finish())
+    def save_early(self, step: int) -> Interrupted:
+        """Save the last finished step, and return the error to raise after a signal."""
+        self.check_and_log(self.step_runner.finish())
         self.logger.progress.pause()
         saved = self.save_now(step, wait=True)
-        if self.callbacks.error:
-            if saved:
-                self.log(f"a callback failed; saved step {step}: {HOW_TO_RESUME}")
-            return self.callbacks.error
         outcome = f"saved step {step}" if saved else self.describe_latest()
         return Interrupted(self.stop_signal, f"{outcome}: {HOW_TO_RESUME}")
+
+    def save_after(self, error: BaseException, step: int) -> None:
+        """Save the last finished step after an error, unless its variables may be half assigned.
+
+        They may be after an error of a step, or of TensorFlow on a cluster, where a lost worker is
+        one. Nothing is saved after a divergence either.
+        """
+        self.logger.progress.pause()
+        worker_is_lost = self.workers.size > 1 and isinstance(error, tf.errors.OpError)
+        if worker_is_lost or isinstance(error, DivergedError) or step == 0:
+            return
+        try:
+            for finished in self.step_runner.finish():
+                self.health.record(finished)
+            if self.save_now(step):
+                self.log(f"stopped by an error; saved step {step}: {HOW_TO_RESUME}")
+        except Exception as another:
+            latest = self.directory.describe_latest()
+            self.log(f"step {step} is not saved ({error_line(another)}); {latest}")

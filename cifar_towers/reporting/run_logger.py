@@ -1,5 +1,5 @@
-"""Everything a run tells of itself: on the terminal, in JSON files, in TensorBoard, and to
-callbacks of the user's.
+"""Everything a run tells of itself: on the terminal, in JSON files, in TensorBoard, and to the
+user's callbacks.
 """
 
 import contextlib
@@ -90,8 +90,8 @@ class RunLogger:
     or drawn.
     """
 
-    def __init__(self, setup: RunSetup, model: keras.Model, callbacks: "Callbacks"):
-        self.setup, self.model, self.callbacks = setup, model, callbacks
+    def __init__(self, setup: RunSetup, model: keras.Model):
+        self.setup, self.model = setup, model
         self.config, self.length, self.timer = setup.config, setup.length, setup.timer
         self.quiet, self.directory = not setup.workers.is_chief, setup.config.directory
         self.progress = Progress(setup.length, quiet=self.quiet)
@@ -152,8 +152,6 @@ class RunLogger:
             }
             hparams |= {"towers": len(self.setup.towers), "precision": self.setup.precision}
             self.tensorboard.start(hparams | {"dataset": self.setup.dataset.name})
-        self.callbacks.start()
-        self.profile(step)
 
     def close(self) -> None:
         """Write the trace of the steps so far, if one is running, and remove the live line."""
@@ -163,7 +161,7 @@ class RunLogger:
                 tf.profiler.experimental.stop()
         self.progress.pause()
 
-    def profile(self, step: int, finished: Sequence[FinishedStep] = ()) -> None:
+    def profile(self, step: int) -> None:
         """Begin the trace of --profile_steps, for TensorBoard's tab PROFILE, if `step` is its
         start; or end it.
         """
@@ -189,9 +187,9 @@ class RunLogger:
 
     def log_step(
         self, finished: FinishedStep, diagnostics: StepDiagnostics | None, skipped_steps: int
-    ) -> None:
-        """Show and write the metrics of a step, its learning rates by parameter group, and its
-        diagnostics, if any.
+    ) -> dict[str, Any] | None:
+        """Show the metrics of a step, and write them with its learning rates by parameter group and
+        its diagnostics, if any. Return the record that was written; None if none was due.
         """
         step, metrics, rates = finished.step, finished.metrics, finished.learning_rates
         self._epoch.append(without_gradients(metrics))
@@ -200,7 +198,7 @@ class RunLogger:
         if not diagnostics and not _is_due(
             step, math.ceil(self.config.summary_every_steps / SCALARS_PER_SUMMARY)
         ):
-            return
+            return None
         record = {
             "step": step,
             "epoch": step / self.length.steps_per_epoch,
@@ -220,7 +218,6 @@ class RunLogger:
                 "cosine": diagnostics.tower_gradient_cosine.tolist(),
             }
         self.metrics.write(kind="train", **record)
-        self.callbacks.step(step, record)
         scalars = {tag: record[key] for key, tag in RECORDED.items()}
         scalars["speed/step_seconds"] = (
             self.config.batch_size / images_per_sec if images_per_sec else None
@@ -239,6 +236,7 @@ class RunLogger:
         )
         if diagnostics and metrics.updated and not self.quiet:
             self._write_diagnostics(step, diagnostics)
+        return record
 
     def log_epoch(self, step: int, rates: Mapping[str, float], scores: Sequence[dict]) -> None:
         """Print the means over an epoch, or its part in this process, and the scores at its end."""
@@ -273,7 +271,6 @@ class RunLogger:
             self.metrics.write(
                 kind="eval", step=step, epoch=epoch, training_seconds=seconds, **record
             )
-            self.callbacks.evaluation(step, record)
             self.tensorboard.write(
                 EVAL, step, {f"{key}/{score_name(record)}": record[key] for key in EVALUATED}
             )
@@ -412,22 +409,20 @@ def _is_due(step: int, period: int) -> bool:
 
 
 class Callbacks:
-    """The callbacks of one training. After the first error in one of them only `on_end` is called.
+    """The callbacks of one training.
 
     Args:
-      callbacks: objects with any of `on_start(run)`, `on_step(step, metrics)`, `on_evaluation(step,
-        evaluation)` and `on_end(run)`. An object without `on_step` that can be called is an
-        `on_step`.
-
-    Attributes:
-      error: the first error in a callback. The run raises it once its step is saved.
+      callbacks: objects with any of `on_start(run)`, `on_step(step, metrics)`,
+        `on_evaluation(step, evaluation)` and `on_end(run)`. An object without `on_step` that can be
+        called is an `on_step`.
+      run: what `on_start` and `on_end` get.
     """
 
     METHODS = ("on_start", "on_step", "on_evaluation", "on_end")
 
     def __init__(self, callbacks: Sequence[Any] = (), run: Any = None):
-        self.error: BaseException | None = None
-        self._callbacks, self._run = list(callbacks), run
+        self._callbacks = list(callbacks)
+        self._run = run
         self._started: list[Any] = []  # callbacks whose `on_start` was called
         for each in self._callbacks:
             if not (callable(each) or any(hasattr(each, method) for method in self.METHODS)):
@@ -438,9 +433,8 @@ class Callbacks:
     def start(self) -> None:
         """Call `on_start` of every callback: the run starts or resumes."""
         for callback in self._callbacks:
-            if not self.error:
-                self._started.append(callback)
-                self._call(callback, "on_start", self._run)
+            self._started.append(callback)
+            self._call(callback, "on_start", self._run)
 
     def step(self, step: int, record: Mapping[str, Any]) -> None:
         """Pass on a step's record of metrics.jsonl, as floats by name; a tower's values as
@@ -449,39 +443,33 @@ class Callbacks:
         metrics = {
             name: float(value) for name, value in record.items() if isinstance(value, numbers.Real)
         }
-        self._call_each("on_step", step, metrics | tower_scalars(record))
+        metrics |= tower_scalars(record)
+        for callback in self._callbacks:
+            self._call(callback, "on_step", step, dict(metrics))
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
         """Pass on an evaluation's record of metrics.jsonl."""
-        self._call_each("on_evaluation", step, record)
+        for callback in self._callbacks:
+            self._call(callback, "on_evaluation", step, copy.deepcopy(record))
 
     @contextlib.contextmanager
     def until_end(self) -> Iterator[None]:
-        """At the end of the context, call `on_end` of every started callback, then raise the error
-        that is left.
+        """At the end of the context, also after an error, call `on_end` of every started
+        callback.
         """
-        try:
-            yield
-        finally:
-            for callback in self._started:
-                self._call(callback, "on_end", self._run)
-        if self.error:
-            raise self.error
-
-    def _call_each(self, name: str, *arguments: Any) -> None:
-        for callback in self._callbacks:
-            if not self.error:
-                self._call(callback, name, *copy.deepcopy(arguments))  # which a callback may change
+        with contextlib.ExitStack() as stack:
+            try:
+                yield
+            finally:
+                for callback in reversed(self._started):  # the stack calls the last one first
+                    stack.callback(self._call, callback, "on_end", self._run)
 
     def _call(self, callback: Any, name: str, *arguments: Any) -> None:
-        method = getattr(
-            callback, name, callback if name == "on_step" and callable(callback) else None
-        )
-        try:
-            if method:
-                method(*arguments)
-        except (Exception, SystemExit) as error:
-            self.error = self.error or error
+        method = getattr(callback, name, None)
+        if method:
+            method(*arguments)
+        elif name == "on_step" and callable(callback):
+            callback(*arguments)
 
 
 # Values of records, and what environment.json says of the run and its machine ---------------------

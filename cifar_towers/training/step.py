@@ -425,8 +425,9 @@ class StepRunner:
         self._executor.clear_error()
 
     def _read(self, started: list[FinishedStep]) -> list[FinishedStep]:
-        finished, self._unread = self._unread, started
-        return [each._replace(metrics=to_numpy(each.metrics)) for each in finished]
+        finished = [each._replace(metrics=to_numpy(each.metrics)) for each in self._unread]
+        self._unread = started  # a step with an error stays unread, and every later call raises it
+        return finished
 
     def _kind(self, step: int) -> tuple:
         """Return what a step is traced for: its image size and its active parameter groups."""

@@ -27,7 +27,7 @@ IMMEDIATE_SECONDS = 0.5  # from a signal that kills to the end of the run
 # many seconds in
 PHASES = {
     "loading the data": ("loading", 1, 1, 0.1),
-    "tracing": ("averaging", 1, 2, 0.1),  # once a tower
+    "tracing": ("averaging", 1, 1, 0.1),
     "the first step": ("step", 1, 1, 0.1),
     "a step": ("step", 2, runs.STEPS - 2, 0.01),
     "an evaluation": ("evaluation", 1, 3, 0.01),

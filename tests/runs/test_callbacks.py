@@ -5,11 +5,14 @@ from signal import SIGTERM
 from types import SimpleNamespace
 
 import pytest
+import tensorflow as tf
 
-from cifar_towers.checkpointing.checkpoint import list_checkpoints
+from cifar_towers.checkpointing.checkpoint import list_checkpoints, step_of
 from cifar_towers.errors import Interrupted, UsageError
-from cifar_towers.reporting.run_logger import Callbacks
+from cifar_towers.reporting.run_logger import Callbacks, RunLogger
 from cifar_towers.signals import StopSignals
+from cifar_towers.training import step
+from tests.messages import lines_with
 from tests.runs.short_runs import STEPS, TINY, Recorder, records_of, run
 
 
@@ -42,23 +45,63 @@ def test_a_callback_is_told_all_that_is_recorded(tiny_run):
 @pytest.mark.parametrize(
     ("hook", "error"), [("on_step", SystemExit(0)), ("on_evaluation", OSError(101))]
 )
-def test_an_error_of_a_callback_is_raised_once_the_step_is_saved(tmp_path, hook, error):
+def test_an_error_of_a_callback_is_raised_once_the_step_is_saved(tmp_path, capsys, hook, error):
     """Also where the target is reached."""
 
     def fail(*_):
         raise error
 
     recorder, failing = Recorder(), SimpleNamespace(**{hook: fail})
+    settings = {"target_accuracy": 0.05, "eval_every_epochs": 0.2}
     with pytest.raises(type(error)) as caught:
-        run(
-            TINY,
-            tmp_path,
-            target_accuracy=0.05,
-            eval_every_epochs=0.2,
-            callbacks=[failing, recorder],
-        )
-    assert caught.value is error and list_checkpoints(tmp_path)
+        run(TINY, tmp_path, callbacks=[failing, recorder], **settings)
+    assert caught.value is error
+    (checkpoint,) = list_checkpoints(tmp_path)
+    assert lines_with(capsys.readouterr().out, "stopped by an error", f"step {step_of(checkpoint)}")
     assert recorder.calls[-1] == ("end", tmp_path, False)
+
+
+@pytest.mark.parametrize("part", ["log_step", "log_evaluation"])
+def test_an_error_while_logging_leaves_a_run_that_goes_on_to_the_same_bits(
+    tmp_path, monkeypatch, tiny_run, part
+):
+    full = OSError(28, "No space left on device")
+    settings = {"num_gpus": 2, "eval_every_epochs": 0.2}  # two towers as in `tiny_run`
+    calls = iter(range(1000))
+    function = getattr(RunLogger, part)
+
+    def fail(*arguments, **options):
+        if next(calls) == 3:
+            raise full
+        return function(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLogger, part, fail)
+        with pytest.raises(OSError, match="No space") as caught:
+            run(TINY, tmp_path, **settings)
+    assert caught.value is full
+    assert list_checkpoints(tmp_path)
+    resumed = run(TINY, tmp_path, **settings)
+    assert resumed["weights_sha256"] == tiny_run[1]["weights_sha256"]
+
+
+def test_after_an_error_of_the_step_the_newest_checkpoint_stands(tmp_path, monkeypatch, capsys):
+    """Its variables may be half assigned."""
+    function = step.to_numpy
+    lost = tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
+    calls = iter(range(1000))
+
+    def fail(values):
+        if next(calls) >= 5:
+            raise lost
+        return function(values)
+
+    monkeypatch.setattr(step, "to_numpy", fail)
+    with pytest.raises(tf.errors.ResourceExhaustedError) as caught:
+        run(TINY, tmp_path, checkpoint_every_steps=3)
+    assert caught.value is lost
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-3.npz"]
+    assert lines_with(capsys.readouterr().out, "is not saved", "OOM", "step-3.npz is kept")
 
 
 def test_an_interrupt_while_it_starts_ends_a_run_after_a_step_and_tells_its_callbacks(tmp_path):
@@ -69,25 +112,24 @@ def test_an_interrupt_while_it_starts_ends_a_run_after_a_step_and_tells_its_call
     assert recorder.calls[-1] == ("end", tmp_path, False)
 
 
-def test_after_an_error_those_that_were_started_are_told_of_the_end():
+def test_those_that_were_started_are_told_of_the_end_whatever_others_raise():
     class Failing(Recorder):
         def on_start(self, run):
             super().on_start(run)
-            raise ValueError("the first error")
+            raise ValueError("at the start")
 
         def on_end(self, run):
-            self.calls.append(("end", run))
-            raise ValueError("not the first")
+            super().on_end(run)
+            raise OSError("at the end")
 
     told, failing, untold = Recorder(), Failing(), Recorder()
-    callbacks = Callbacks(
-        [told, failing, untold], opened := SimpleNamespace(directory="run", result=None)
-    )
-    with pytest.raises(ValueError, match="the first error"), callbacks.until_end():
+    opened = SimpleNamespace(directory="run", result=None)
+    callbacks = Callbacks([told, failing, untold], opened)
+    with pytest.raises(OSError, match="at the end") as caught, callbacks.until_end():
         callbacks.start()
-        callbacks.step(1, {"loss": 1})
-    assert told.calls == [("start", "run"), ("end", "run", False)]
-    assert failing.calls == [("start", "run"), ("end", opened)] and untold.calls == []
+    assert isinstance(caught.value.__context__, ValueError)
+    assert told.calls == failing.calls == [("start", "run"), ("end", "run", False)]
+    assert untold.calls == []
 
 
 def test_a_callback_that_changes_its_arguments_changes_nothing_else():
