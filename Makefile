@@ -44,7 +44,7 @@ train: .venv/ready  ## train CONFIG (speed94) on NUM_GPUS towers, on CIFAR-10 or
 runs: .venv/ready  ## list runs and what they reached: ARGS="'speed94*' --sort=accuracy"
 	@$(BIN)/cifar-towers runs $(ARGS)
 
-evaluate: .venv/ready  ## score a checkpoint of a run: ARGS='--train_dir=runs/speed94-seed0 --tta=2'
+evaluate: .venv/ready  ## score a checkpoint of a run: ARGS='--train_dir=runs/speed94-seed0 --tta'
 	@$(BIN)/cifar-towers evaluate $(ARGS)
 
 predict: .venv/ready  ## classify images: ARGS='--train_dir=runs/speed94-seed0 picture.jpg folder/'

@@ -133,7 +133,7 @@ def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
 
     Args:
       run: a run or its directory.
-      **settings: flags of `cifar-towers evaluate` by name, such as `tta=2`, `split`, `step`,
+      **settings: flags of `cifar-towers evaluate` by name, such as `tta=True`, `split`, `step`,
         `dataset`, or `model` for a net of your own.
 
     Returns:
@@ -163,8 +163,8 @@ def predict(
       run: a run or its directory.
       images: [n, S, S, 3] uint8 levels in the training's size, or paths of image files or of
         folders, or one path. The images of a folder are sorted by name.
-      **settings: flags of `cifar-towers predict` by name, such as `tta=2`, `step`, or `model` for a
-        net of your own.
+      **settings: flags of `cifar-towers predict` by name, such as `tta=True`, `step`, or `model`
+        for a net of your own.
 
     Returns:
       Probabilities [n, C] float64, with the classes in the order of `run.class_names`.

@@ -135,7 +135,7 @@ def short_training(config: TrainConfig, on_gpus: bool) -> TrainConfig:
         image_size_schedule="",
         whitening_epochs=0.0,
         eval_every_epochs=0.0,
-        tta=0,
+        tta=False,
         summary_every_steps=10 * WINDOW_STEPS,  # rates are written ten times as often
     )
 

@@ -33,8 +33,6 @@ BUILT_IN = (
     "auto",
 )  # the directories of runs on them carry no data set's name
 PREFIXES = FOLDER, CSV, NPZ = "folder:", "csv:", "npz:"  # of the names of data sets at a path
-TTA_LEVELS = (0, 1, 2)  # `data.augment.tta_views` has the views of each
-TTA_HELP = "0 (none), 1 (mirror), 2 (mirror and shifts)"
 
 
 def check_model(model: str) -> None:

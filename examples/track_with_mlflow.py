@@ -16,7 +16,9 @@ class Tracker:
         mlflow.log_metrics(metrics, step)
 
     def on_evaluation(self, step, evaluation):
-        name = f"{evaluation['split']}_{evaluation['weights']}_tta{evaluation['tta']}"
+        name = f"{evaluation['split']}_{evaluation['weights']}"
+        if evaluation["tta"]:
+            name += "_tta"
         mlflow.log_metrics(
             {f"{name}_{key}": evaluation[key] for key in ("accuracy", "loss", "ece")}, step
         )

@@ -17,7 +17,9 @@ class Tracker:
         self.tracked.log(metrics, step)
 
     def on_evaluation(self, step, evaluation):
-        name = f"{evaluation['split']}/{evaluation['weights']}/tta{evaluation['tta']}"
+        name = f"{evaluation['split']}/{evaluation['weights']}"
+        if evaluation["tta"]:
+            name += "_tta"
         self.tracked.log(
             {f"{name}/{key}": evaluation[key] for key in ("accuracy", "loss", "ece")}, step
         )

@@ -42,7 +42,7 @@ SPEEDNET = """--nesterov --label_smoothing=0.1 --bias_learning_rate=1 --whitenin
 RUNS = {  # flags that both revisions have
     "cifarnet-1-tower": f"{CIFARNET} --num_gpus=1",
     "cifarnet-2-towers": f"{CIFARNET} --num_gpus=2",
-    "speednet93-ema": f"""--model=speednet93 {SPEEDNET} --ema_decay=0.9 --lookahead --tta=2
+    "speednet93-ema": f"""--model=speednet93 {SPEEDNET} --ema_decay=0.9 --lookahead --tta
         --num_gpus=1""",
     "speednet94-muon": f"""--model=speednet94 {SPEEDNET} --optimizer=muon
         --image_size_schedule=0=24,40%=32 --hard_example_pool=64 --num_gpus=2""",

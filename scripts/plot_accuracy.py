@@ -41,7 +41,7 @@ def draw(runs: Sequence[Run]) -> Figure:
         plain = [
             r
             for r in run.evaluations
-            if (r["split"], r["tta"], r["weights"]) == ("test", 0, best["weights"])
+            if (r["split"], r["tta"], r["weights"]) == ("test", False, best["weights"])
         ]
         minutes = [record["training_seconds"] / 60 for record in plain]
         name = f"{run.title}: {100 * best['accuracy']:.2f} %"

@@ -28,7 +28,7 @@ STEPS = {
     "speed94-at-20": "speed94 at 20x20",
     "speed94": "at 32x32",
 }
-HEADER = "| GPUs | Driver, TensorFlow | Tests | speed94 with TTA 2, without | "
+HEADER = "| GPUs | Driver, TensorFlow | Tests | speed94 with TTA, without | "
 HEADER += "The same with `--jit_compile` | "
 HEADER += " | ".join(STEPS.values()) + " | Failed |"
 RUNS = {"speed94": [], "speed94-xla": ["--jit_compile"]}
@@ -130,7 +130,7 @@ def describe_run(result: dict) -> str:
     seconds = sum(result["seconds"].get(phase, 0) for phase in ("train", "input", "report"))
     compilation = result["seconds"].get("compile", 0)
     time = f"{seconds:.1f} s + {compilation:.1f} s of compilation"
-    return f"{accuracy.get(2, '-')}, {accuracy.get(0, '-')}; {time}"
+    return f"{accuracy.get(True, '-')}, {accuracy.get(False, '-')}; {time}"
 
 
 def describe_steps(batch_size: int, rates: dict[str, list[float]]) -> str:

@@ -34,7 +34,7 @@ OWN_NET = [line for line in COMMANDS if "mobilenet.py" in line]  # train, predic
 # no download, no large net
 USES = r"^(cifar-towers|make) (evaluate|predict|runs|export)\b(?!.*(cifar10_|mobilenet))"
 USED = [line for line in COMMANDS if re.search(USES, line)]
-ONE_STEP = ["--max_steps=1", "--tta=0", "--precision=float32"]
+ONE_STEP = ["--max_steps=1", "--notta", "--precision=float32"]
 PHOTOS = ["--dataset=folder:photos", "--batch_size=128"]
 SMALL = [  # in place of the recipe's net, one that compiles quickly
     *(

@@ -16,7 +16,7 @@ RATES = {
 }
 RESULT = {
     "seconds": {"train": 9.0, "input": 0.5, "report": 0.25, "compile": 21.5, "evaluate": 3.0},
-    "evaluations": [{"tta": 0, "accuracy": 0.9333}, {"tta": 2, "accuracy": 0.9405}],
+    "evaluations": [{"tta": False, "accuracy": 0.9333}, {"tta": True, "accuracy": 0.9405}],
 }
 
 

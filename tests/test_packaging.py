@@ -17,7 +17,7 @@ from cifar_towers.cli.main import PROGRAMS
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("cifar_towers", "configs", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
-SMALL = ["--recipe=smoke", "--max_steps=2", "--batch_size=100", "--tta=0", "--precision=float32"]
+SMALL = ["--recipe=smoke", "--max_steps=2", "--batch_size=100", "--notta", "--precision=float32"]
 RUN, CLUSTER = "--train_dir=runs/smoke-seed0", "--train_dir=runs/two-workers"
 COMMANDS = {  # in this order: the first two train what the others read
     "train": [*SMALL, "--num_gpus=2"],

@@ -191,7 +191,7 @@ def resolve_cluster(config: TrainConfig, environment: Mapping[str, str]) -> Work
 def evaluate(config: programs.EvaluateConfig) -> None:
     """Evaluate a checkpoint of a run, the newest unless --step is given.
 
-      cifar-towers evaluate --train_dir=runs/speed94-seed0 --tta=2
+      cifar-towers evaluate --train_dir=runs/speed94-seed0 --tta
       cifar-towers evaluate --train_dir=runs/speed94-seed0 --dataset='cifar10_corrupted/*'
 
     NLL is the negative log likelihood, ECE the expected calibration error. With --tta both are of

@@ -17,7 +17,7 @@ from cifar_towers.config.train_config import (
     settings_of,
 )
 from cifar_towers.errors import UsageError
-from cifar_towers.registry import TTA_HELP, TTA_LEVELS, check_dataset, check_model
+from cifar_towers.registry import check_dataset, check_model
 
 RUN_FIELDS = (
     *(
@@ -67,7 +67,7 @@ class TrainedRunConfig(DeviceConfig):
 class ComputeConfig(TrainedRunConfig):
     """Settings of a trained model's computation."""
 
-    tta: int = _run(0, f"level of test-time augmentation: {TTA_HELP}", low=0, high=max(TTA_LEVELS))
+    tta: bool = _run(False, "test-time augmentation: mirror images and shifts")
     precision: str = _run(
         "auto", f"{PRECISION_HELP}; float32 if trained in it", choices=("auto", *PRECISIONS)
     )

@@ -24,7 +24,6 @@ from cifar_towers.registry import (
     MODELS,
     OPTIMIZERS,
     OPTIMIZERS_BY_LENGTH,
-    TTA_LEVELS,
     check_function_name,
     find_source,
     split_function,
@@ -413,11 +412,9 @@ class TrainConfig(DeviceConfig):
     eval_every_epochs: float = _reporting.free(
         1.0, "epochs between evaluations; 0: only after the last step", low=0
     )
-    tta: int = _reporting.free(
-        0,
-        f"test-time augmentation at the end: {registry.TTA_HELP}",
-        low=0,
-        high=max(TTA_LEVELS),
+    tta: bool = _reporting.free(
+        False,
+        "second evaluation at the end, with test-time augmentation: mirror images and shifts",
         per_run=False,
     )
     summary_every_steps: int = _reporting.free(

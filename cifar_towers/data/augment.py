@@ -166,24 +166,21 @@ def _downsampling_matrix(size: int, new_size: int) -> np.ndarray:
     return weights / weights.sum(1, keepdims=True)
 
 
-def tta_views(images: tf.Tensor, level: int) -> list[tuple[float, tf.Tensor]]:
-    """Return (weight, images) of each view of a level of test-time augmentation; the weights sum to
-    1.
+def tta_views(images: tf.Tensor) -> list[tuple[float, tf.Tensor]]:
+    """Return (weight, images) of each view of test-time augmentation; the weights sum to 1.
 
-    Level 0 is the images alone. Level 1 adds their mirror images. Level 2 also adds both at half
-    the weight, shifted by a pixel up and left, and down and right, with the border reflected.
+    The views are the images, and at half their weight the images shifted by a pixel up and left,
+    and down and right, with the border reflected. Each view is followed by its mirror image.
 
     Source: K. Jordan, arXiv 2404.00498.
     """
-    if level == 0:
-        return [(1.0, images)]
     padded = tf.pad(images, [[0, 0], [1, 1], [1, 1], [0, 0]], "REFLECT")
-    upright = {
-        1: [(0.5, images)],
-        2: [(0.25, images), (0.125, padded[:, :-2, :-2]), (0.125, padded[:, 2:, 2:])],
-    }
-    return [
-        (weight, view)
-        for weight, image in upright[level]
-        for view in (image, tf.reverse(image, [2]))
-    ]
+    views = []
+    for weight, view in (
+        (0.25, images),
+        (0.125, padded[:, :-2, :-2]),
+        (0.125, padded[:, 2:, 2:]),
+    ):
+        mirrored = tf.reverse(view, [2])
+        views += [(weight, view), (weight, mirrored)]
+    return views

@@ -21,7 +21,7 @@ MAX_BATCH_PIXELS = (
 )  # on CPUs, larger batches gain nothing, and lose an eighth in float32 with AVX2
 
 Values = Sequence[Any]  # of variables: tensors, arrays or the variables
-ClassifyFn = Callable[..., list[np.ndarray]]  # see `make_classify_fn`
+ClassifyFn = Callable[..., np.ndarray]  # see `make_classify_fn`
 
 
 @dataclasses.dataclass
@@ -29,18 +29,18 @@ class Evaluator:
     """The evaluations of one run: when, on which splits, with which weights.
 
     Before the end of the run, the first split is scored with the weights that the run reports,
-    without test-time augmentation (TTA). At the end every split is scored with all sets of weights,
-    and with TTA for the reported set.
+    without test-time augmentation (TTA). At the end every split is scored with all sets of weights.
+    With `tta`, a second score of the reported set is with TTA.
     """
 
-    evaluate: Callable[..., dict[int, Score]]  # `score_split` with its first argument
+    evaluate: Callable[..., Score]  # `score_split` with its first argument
     splits: Mapping[str, Split]  # in the order of the reports
     weight_sets: Mapping[
         str, tuple
     ]  # name -> (weights, non-trainable values); the run reports the last
     every_steps: int  # steps between evaluations before the end; 0: only at the end
     last_step: int
-    tta: int = 0  # level of test-time augmentation of the evaluation at the end
+    tta: bool = False  # whether the evaluation at the end is also made with TTA
 
     def __post_init__(self) -> None:
         self.splits = {name: split for name, split in self.splits.items() if len(split.labels)}
@@ -51,26 +51,31 @@ class Evaluator:
 
     def run(self, final: bool = False) -> list[Evaluation]:
         """Score the first split, or all splits and sets of weights if `final`."""
-        *others, reported = self.weight_sets.items()
-        passes = [(*other, 0) for other in others] if final else []
-        return [
-            Evaluation(name, weights, level, score)
-            for name in list(self.splits)[: None if final else 1]
-            for weights, values, tta in [*passes, (*reported, self.tta if final else 0)]
-            for level, score in self.evaluate(self.splits[name], *values, tta).items()
-        ]
+        splits = list(self.splits.items())
+        weight_sets = list(self.weight_sets.items())
+        reported = weight_sets[-1]
+
+        if final:
+            passes = [(*weight_set, False) for weight_set in weight_sets]
+            if self.tta:
+                passes.append((*reported, True))
+        else:
+            splits = splits[:1]
+            passes = [(*reported, False)]
+
+        evaluations = []
+        for name, split in splits:
+            for weights, values, tta in passes:
+                score = self.evaluate(split, *values, tta)
+                evaluations.append(Evaluation(name, weights, tta, score))
+        return evaluations
 
 
 def score_split(
-    classify: ClassifyFn, split: Split, weights: Values, non_trainable: Values, tta: int = 0
-) -> dict[int, Score]:
-    """Score a split without TTA and at a level of TTA, in one pass of `classify`; return {0: score,
-    tta: score}.
-    """
-    plain, augmented = classify(split.images, weights, non_trainable, tta)
-    return {
-        level: Score(split.labels, logits) for level, logits in {0: plain, tta: augmented}.items()
-    }
+    classify: ClassifyFn, split: Split, weights: Values, non_trainable: Values, tta: bool = False
+) -> Score:
+    """Score a split in one pass of `classify`."""
+    return Score(split.labels, classify(split.images, weights, non_trainable, tta))
 
 
 def make_classify_fn(
@@ -82,9 +87,9 @@ def make_classify_fn(
 ) -> ClassifyFn:
     """Return a function that classifies any number of images on the towers.
 
-    The function is (images, weights, non_trainable, tta) -> [logits, logits with TTA]. The images
-    are [n, S, S, 3] levels, both logits [n, C]. Weights and non_trainable are the model's variables
-    or averages of them.
+    The function is (images, weights, non_trainable, tta) -> logits. The images are [n, S, S, 3]
+    levels, the logits [n, C]; with `tta` they are weighted means over the views of
+    test-time augmentation. Weights and non_trainable are the model's variables or averages of them.
 
     Args:
       workers: they call the function together; each classifies its share of the images and returns
@@ -93,35 +98,34 @@ def make_classify_fn(
     """
 
     def on_tower(
-        tta: int, weights: Values, non_trainable: Values, tower: Tower, shard: list
-    ) -> tuple:
-        shares, views = zip(*tta_views(augmentation.evaluate(shard[0]), tta), strict=True)
+        tta: bool, weights: Values, non_trainable: Values, tower: Tower, shard: list
+    ) -> tf.Tensor:
+        images = augmentation.evaluate(shard[0])
+        weighted_views = tta_views(images) if tta else [(1.0, images)]
+        views = [view for _, view in weighted_views]
 
         def classify_view(view: tf.Tensor) -> tf.Tensor:
             return tf.cast(
                 model.stateless_call(weights, non_trainable, view, training=False)[0], tf.float32
             )
 
-        # A loop: the net is traced and optimized once, not once for each view. The first view is
-        # the image itself.
-        logits = tf.unstack(
-            tf.map_fn(classify_view, tf.stack(views), fn_output_signature=tf.float32), len(views)
-        )
-        return logits[0], sum(share * each for share, each in zip(shares, logits, strict=True))
+        # A loop: the net is traced and optimized once, not once for each view.
+        logits = tf.map_fn(classify_view, tf.stack(views), fn_output_signature=tf.float32)
+        return sum(weight * logits[index] for index, (weight, _) in enumerate(weighted_views))
 
     @tf.function(autograph=False)
     def on_towers(
-        images: tf.Tensor, weights: Values, non_trainable: Values, tta: int
-    ) -> list[tf.Tensor]:
+        images: tf.Tensor, weights: Values, non_trainable: Values, tta: bool
+    ) -> tf.Tensor:
         shards = split_batch([images], towers)
-        results = run_on_towers(
+        logits = run_on_towers(
             functools.partial(on_tower, tta, weights, non_trainable), towers, shards
         )
-        return [tf.concat(outputs, 0) for outputs in zip(*results, strict=True)]
+        return tf.concat(logits, 0)
 
     def classify(
-        images: np.ndarray, weights: Values, non_trainable: Values, tta: int = 0
-    ) -> list[np.ndarray]:
+        images: np.ndarray, weights: Values, non_trainable: Values, tta: bool = False
+    ) -> np.ndarray:
         # `tf.function` confuses mirrored variables of one shape, so it gets their values
         weights, non_trainable = (
             [tf.convert_to_tensor(v) for v in values] for values in (weights, non_trainable)
@@ -136,13 +140,10 @@ def make_classify_fn(
             if on_progress:
                 on_progress(start / len(share))
             parts.append(on_towers(batch, weights, non_trainable, tta))
-        outputs = [np.concatenate(part)[: len(share)] for part in zip(*parts, strict=True)]
+        logits = np.concatenate(parts)[: len(share)]
         if workers.size > 1:
-            outputs = [
-                np.concatenate(part)
-                for part in zip(*workers.gather(outputs)[:num_shares], strict=True)
-            ]
-        return outputs
+            logits = np.concatenate(workers.gather(logits)[:num_shares])
+        return logits
 
     return classify
 

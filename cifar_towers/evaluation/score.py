@@ -16,11 +16,10 @@ NUM_BINS = (
 
 
 class Score:
-    """The scores of logits [n, C] against labels [n]: of one split, with one set of weights, at one
-    level of TTA.
+    """The scores of logits [n, C] against labels [n]: of one split, with one set of weights.
 
     Args:
-      logits: with test-time augmentation (TTA), the means over the views.
+      logits: with test-time augmentation (TTA), the weighted means over the views.
     """
 
     def __init__(self, labels: np.ndarray, logits: np.ndarray):
@@ -76,13 +75,13 @@ class Score:
 
 
 class Evaluation(NamedTuple):
-    """One score of a run, on a split, with `raw` or `ema` weights, at a level of test-time
+    """One score of a run, on a split, with `raw` or `ema` weights, with or without test-time
     augmentation.
     """
 
     split: str
     weights: str
-    tta: int
+    tta: bool
     score: Score
 
 
@@ -112,28 +111,31 @@ def reported_score(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | 
     """Return the record that a run reports, of one evaluation's records as in result.json; None if
     there are none.
 
-    The record is that of the test set if it was evaluated, of the averaged weights if the run keeps
-    an average, and of the highest level of test-time augmentation. The accuracy has no influence on
-    the choice.
+    The test set comes before the validation set, averaged weights come before raw ones, and
+    test-time augmentation comes before none. The accuracy has no influence on the choice.
     """
     return max(
         records,
-        key=lambda r: (r["split"] == "test", r["weights"] == "ema", r["tta"] or 0),
+        key=lambda r: (r["split"] == "test", r["weights"] == "ema", r["tta"]),
         default=None,
     )
 
 
 def score_name(record: Mapping[str, Any]) -> str:
-    """Return the name of a score in tables, files and tags: split, weights and level of TTA, e.g.
-    `test/ema_tta2`.
+    """Return the name of a score in tables, files and tags: split, weights and TTA, e.g.
+    `test/ema_tta`.
     """
-    return f"{record['split']}/{record['weights']}" + (
-        f"_tta{record['tta']}" if record["tta"] else ""
-    )
+    suffix = "_tta" if record["tta"] else ""
+    return f"{record['split']}/{record['weights']}{suffix}"
+
+
+def describe_tta(tta: bool) -> str:
+    """Return how texts name test-time augmentation."""
+    return "with TTA" if tta else "without TTA"
 
 
 def describe_score(record: Mapping[str, Any]) -> str:
-    """Return a score as `test 93.21 % (ema weights, TTA 2, 10,000 images)`."""
+    """Return a score as `test 93.21 % (ema weights, with TTA, 10,000 images)`."""
     images = count(record["count"], "image")
-    kind = f"{record['weights']} weights, TTA {record['tta']}, {images}"
+    kind = f"{record['weights']} weights, {describe_tta(record['tta'])}, {images}"
     return f"{record['split']} {100 * record['accuracy']:.2f} % ({kind})"

@@ -13,7 +13,7 @@ from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
 from cifar_towers.errors import DataError, UsageError, listed, printable
-from cifar_towers.evaluation.score import Score, wilson_interval
+from cifar_towers.evaluation.score import Score, describe_tta, wilson_interval
 from cifar_towers.inference.predict import TrainedModel
 from cifar_towers.reporting.records import align_columns
 
@@ -37,7 +37,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> str:
     changed = " (another set than in training)" if record.get("changed_data") else ""
     lines = [
         f"{record['train_dir']} at step {record['step']}: {record['dataset']} "
-        f"{record['split']}{changed}, {record['weights']} weights, TTA {record['tta']}, "
+        f"{record['split']}{changed}, {record['weights']} weights, {describe_tta(record['tta'])}, "
         f"{record['precision']}"
     ]
     if "per_class" in record:

@@ -95,19 +95,19 @@ class TrainedModel:
             )
         self._classify = make_classify_fn(self.model, towers, self.augmentation)
 
-    def logits(self, images: np.ndarray, tta: int = 0) -> np.ndarray:
-        """Compute the logits [n, C] of uint8 images [n, S, S, 3] at a level of test-time
-        augmentation.
+    def logits(self, images: np.ndarray, tta: bool = False) -> np.ndarray:
+        """Compute the logits [n, C] of uint8 images [n, S, S, 3], with `tta` the means over the
+        views of test-time augmentation.
 
         Raises:
           DataError: a logit is not finite, so that the class would mean nothing.
         """
-        _, logits = self._classify(images, *variable_values(self.model), tta)
+        logits = self._classify(images, *variable_values(self.model), tta)
         if not np.isfinite(logits).all():
             raise DataError(f"{self.run.directory} gives some images logits that are not finite")
         return logits
 
-    def probabilities(self, images: np.ndarray, tta: int = 0) -> np.ndarray:
+    def probabilities(self, images: np.ndarray, tta: bool = False) -> np.ndarray:
         """Compute the probabilities [n, C] float64; see `logits`."""
         return softmax(self.logits(images, tta))
 
@@ -164,7 +164,7 @@ def predict_probabilities(
     return trained.probabilities(images, config.tta)
 
 
-def _predict_paths(trained: TrainedModel, paths: list[Path], tta: int) -> Iterator[np.ndarray]:
+def _predict_paths(trained: TrainedModel, paths: list[Path], tta: bool) -> Iterator[np.ndarray]:
     """Yield the probabilities [C] of each picture, read as in training."""
     for start in range(0, len(paths), BATCH_SIZE):
         images = image_files.read_all(paths[start : start + BATCH_SIZE], trained.info.image_size)

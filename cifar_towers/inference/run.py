@@ -140,7 +140,7 @@ class Run:
 
     @property
     def scores(self) -> dict[str, dict[str, Any]]:
-        """The records of the newest evaluation by name, e.g. `test/raw_tta2`."""
+        """The records of the newest evaluation by name, e.g. `test/raw_tta`."""
         from cifar_towers.evaluation.score import score_name
 
         result, evaluations = self.result, self.evaluations

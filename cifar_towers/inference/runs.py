@@ -33,7 +33,7 @@ COLUMNS = (
     "minutes",
 )
 NOTE = """accuracy: of averaged weights if a run keeps an average
-tta_accuracy: at the highest level of TTA scored
+tta_accuracy: with test-time augmentation
 minutes: of all its processes, with start, compilation and evaluation"""
 
 
@@ -85,7 +85,7 @@ def describe(run: Run) -> dict[str, Any]:
     """
     config, environment, result, scores = run.config, run.environment, run.result or {}, run.scores
     reported = run.reported_score or {}
-    plain = scores.get(score_name({**reported, "tta": 0}), {}) if reported else {}
+    plain = scores.get(score_name({**reported, "tta": False}), {}) if reported else {}
     rates = [rate for record in run.history if (rate := record.get("images_per_sec"))]
     return {
         "run": str(run.directory),
@@ -144,8 +144,8 @@ def best_run(runs: Sequence[Run], recipe: str) -> Run:
 def shared_score(runs: Sequence[Run], splits: Sequence[str] = ("test", "validation")) -> str:
     """Return the name of a score that all runs have, or an empty string.
 
-    The score is that of the first of `splits` that all have, of averaged weights if possible, with
-    the most TTA.
+    The score is that of the first of `splits` that all have, of averaged weights and with TTA if
+    possible.
     """
     names = set.intersection(*({*run.scores} for run in runs))
     shared = [score for name, score in runs[0].scores.items() if name in names]

@@ -291,7 +291,7 @@ class RunLogger:
         images = " and ".join(
             count(len(split.labels), f"{name} image") for name, split in splits.items()
         )
-        tta = f", without TTA and with TTA {self.config.tta}" if self.config.tta else ""
+        tta = ", without and with TTA" if self.config.tta else ""
         self.log(f"evaluating on {images}{tta}")
         self.metrics.keep(lambda record: (record["kind"], record["step"]) != ("eval", step))
 

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 pytestmark = pytest.mark.browser
 
 LAST_STEP, NUM_DIAGNOSTICS, NUM_EVALUATIONS = 30, 6, 2  # of the run
-FINAL = "test/ema_tta2"  # only in the last evaluation
+FINAL = "test/ema_tta"  # only in the last evaluation
 TRAIN, EVAL = "small/train", "small/eval"
 FIRST_SCREEN = {"accuracy": TRAIN, "accuracy/test/ema": EVAL}  # the first cards of TIME SERIES
 SCALARS = {  # tag: minimum number of points
@@ -47,7 +47,7 @@ COLUMNS = (
     "model",
     "batch_size",
     "learning_rate",
-    "accuracy/test/ema_tta2",
+    "accuracy/test/ema_tta",
 )  # of HPARAMS: settings and a score
 
 

@@ -150,7 +150,7 @@ def test_directories_in_which_a_run_would_replace_something_are_refused(
 
 def test_a_run_of_another_recipe_is_refused_by_name(config):
     save(config, 10)
-    free = {"num_gpus": 4, "max_steps": 30, "tta": 2, "variable_placement": "round_robin"}
+    free = {"num_gpus": 4, "max_steps": 30, "tta": True, "variable_placement": "round_robin"}
     other = dataclasses.replace(
         config, seed=3, model="resnet20", batch_statistics="synchronized", **free
     )

@@ -205,7 +205,7 @@ def test_default_directory_names_recipe_data_and_seed(tmp_path, monkeypatch, set
 
 def test_settings_of_the_recipe_may_not_differ_on_resume():
     saved = recipe_fields(TrainConfig())
-    changed = TrainConfig(micro_batches=2, momentum=0.5, num_gpus=2, strategy="mirrored", tta=2)
+    changed = TrainConfig(micro_batches=2, momentum=0.5, num_gpus=2, strategy="mirrored", tta=True)
     assert describe_differences(saved, recipe_fields(changed)) == [
         "micro_batches 1 -> 2",
         "momentum 0.9 -> 0.5",

@@ -84,9 +84,9 @@ def test_wilson_interval():
 @pytest.mark.parametrize(
     "kinds",  # the one to report first
     [
-        [("test", "ema", 0, 0.93), ("test", "raw", 0, 0.99)],
-        [("test", "ema", 2, 0.91), ("test", "raw", 2, 0.95), ("test", "ema", 0, 0.93)],
-        [("test", "raw", 0, 0.99), ("validation", "ema", 2, 0.99)],
+        [("test", "ema", False, 0.93), ("test", "raw", False, 0.99)],
+        [("test", "ema", True, 0.91), ("test", "raw", True, 0.95), ("test", "ema", False, 0.93)],
+        [("test", "raw", False, 0.99), ("validation", "ema", True, 0.99)],
     ],
 )
 def test_reported_score_is_chosen_without_looking_at_the_accuracy(kinds):
@@ -99,13 +99,13 @@ def test_reported_score_is_chosen_without_looking_at_the_accuracy(kinds):
     )
 
 
-def make_evaluator(every_steps, validation=0, tta=0):
+def make_evaluator(every_steps, validation=0, tta=False):
     """Return an evaluator until step 10, and a list of the calls of its evaluation function."""
     calls = []
 
-    def evaluate(split, weights, non_trainable, tta=0):
+    def evaluate(split, weights, non_trainable, tta):
         calls.append((len(split.labels), weights, non_trainable, tta))
-        return {level: f"TTA {level}" for level in (0, tta)}
+        return f"{weights[0]}, {tta}"
 
     values = {name: ([f"{name} weights"], [f"{name} statistics"]) for name in ("raw", "ema")}
     counts = {"validation": validation, "test": 7}
@@ -127,13 +127,17 @@ def test_evaluations_are_due_every_so_many_steps_before_the_last(every_steps, ex
 
 @pytest.mark.parametrize(("validation", "first"), [(0, "test"), (5, "validation")])
 def test_averaged_weights_are_scored_before_the_end_and_raw_ones_once_at_the_end(validation, first):
-    evaluations, calls = make_evaluator(3, validation, tta=2)
+    evaluations, calls = make_evaluator(3, validation, tta=True)
     found = evaluations.run()
-    assert [(each.split, each.weights, each.tta) for each in found] == [(first, "ema", 0)]
-    assert calls == [(validation or 7, ["ema weights"], ["ema statistics"], 0)]
+    assert [(each.split, each.weights, each.tta) for each in found] == [(first, "ema", False)]
+    assert calls == [(validation or 7, ["ema weights"], ["ema statistics"], False)]
     splits, kinds = (
         dict.fromkeys((first, "test")),
-        (("raw", 0, "TTA 0"), ("ema", 0, "TTA 0"), ("ema", 2, "TTA 2")),
+        (
+            ("raw", False, "raw weights, False"),
+            ("ema", False, "ema weights, False"),
+            ("ema", True, "ema weights, True"),
+        ),
     )
     assert [
         (each.split, each.weights, each.tta, each.score) for each in evaluations.run(final=True)
@@ -147,7 +151,7 @@ def test_every_example_counts_once_on_any_number_of_towers(towers, reader, count
     images = np.zeros((examples, 32, 32, 3), np.uint8)
     images[:, 0, 0, 0] = 255 * red
     classify = make_classify_fn(reader, towers(count), Augmentation())
-    found = score_split(classify, Split(images, labels), [tf.one_hot([1], 10)], [])[0]
+    found = score_split(classify, Split(images, labels), [tf.one_hot([1], 10)], [])
     # below the mean level the logit of class 1 is negative, and class 0 is the first of the others
     assert (found.count, found.correct, found.confusion.sum()) == (
         examples,
@@ -164,25 +168,23 @@ def test_larger_images_come_in_smaller_batches(towers, monkeypatch, image_size, 
     x = keras.layers.Lambda(lambda x: seen.append(x.shape[0]) or x)(images)
     model = keras.Model(images, keras.layers.GlobalMaxPooling2D()(x))
     split = Split(np.zeros((10, image_size, image_size, 3), np.uint8), np.arange(10) % 2)
-    found = score_split(make_classify_fn(model, towers(1), Augmentation()), split, [], [])[0]
+    found = score_split(make_classify_fn(model, towers(1), Augmentation()), split, [], [])
     assert {*seen} - {None} == {at_once} and found.count == 10 and found.confusion.sum() == 10
 
 
-def test_one_pass_gives_both_levels(towers, reader):
+def test_tta_scores_the_mean_logits_of_its_views(towers, reader):
     images = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), np.uint8)
     kernel = np.random.default_rng(1).normal(size=(1, 10)).astype("f4")
     split = Split(images, np.arange(6))
     classify = make_classify_fn(reader, towers(2), Augmentation())
-    plain = score_split(classify, split, [tf.constant(kernel)], [], 0)[0]
-    both = score_split(classify, split, [tf.constant(kernel)], [], 2)
-    assert set(both) == {0, 2} and both[0].loss == pytest.approx(plain.loss) != both[2].loss
+    found = score_split(classify, split, [tf.constant(kernel)], [], tta=True)
     levels = ((images / 255 - 0.4914) / 0.2470)[..., 0]
     padded = np.pad(levels, [(0, 0), (1, 1), (1, 1)], "reflect")
     views = {0.25: [levels], 0.125: [padded[:, :32, :32], padded[:, 2:, 2:]]}
     red = sum(share * (v[:, 0, 0] + v[:, 0, -1]) for share, vs in views.items() for v in vs)
     logits = red[:, None] * kernel
     expected = np.mean([np.log(np.exp(row).sum()) - row[i] for i, row in enumerate(logits)])
-    assert both[2].loss == pytest.approx(expected, rel=1e-4)
+    assert found.loss == pytest.approx(expected, rel=1e-4)
 
 
 def test_two_sets_of_mirrored_weights_are_two(towers):
@@ -197,5 +199,5 @@ def test_two_sets_of_mirrored_weights_are_two(towers):
         np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3), np.uint8), np.zeros(8, np.int64)
     )
     classify = make_classify_fn(model, two, Augmentation())
-    one, other = (classify(split.images, values, [])[0] for values in (weights, average))
+    one, other = (classify(split.images, values, []) for values in (weights, average))
     np.testing.assert_allclose(other, 2 * one, rtol=1e-5)

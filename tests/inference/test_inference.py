@@ -56,7 +56,7 @@ def small_set():
 def run(tmp_path_factory):
     """Train a run that holds out 100 images, and return its directory."""
     directory = tmp_path_factory.mktemp("using") / "run"
-    train(CONFIG, directory, validation_examples=100, tta=2)
+    train(CONFIG, directory, validation_examples=100, tta=True)
     return directory
 
 
@@ -151,9 +151,13 @@ def test_logits_that_are_not_finite_have_no_class_and_no_score(run, monkeypatch,
 
     def make_overflowing(*args, **settings):
         classify = make(*args, **settings)
-        return lambda *inputs: [
-            np.where(np.arange(len(each))[:, None] == 1, np.inf, each) for each in classify(*inputs)
-        ]
+
+        def overflow(*inputs):
+            logits = classify(*inputs)
+            logits[1] = np.inf
+            return logits
+
+        return overflow
 
     monkeypatch.setattr(predict, "make_classify_fn", make_overflowing)
     with pytest.raises(DataError, match=str(run)):
@@ -161,7 +165,7 @@ def test_logits_that_are_not_finite_have_no_class_and_no_score(run, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    ("split", "tta", "num_gpus"), [("test", 0, 2), ("test", 2, 1), ("validation", 0, 1)]
+    ("split", "tta", "num_gpus"), [("test", False, 2), ("test", True, 1), ("validation", False, 1)]
 )
 def test_evaluation_gives_what_training_stored_and_what_predictions_say(run, split, tta, num_gpus):
     record = evaluated(run, split=split, tta=tta, num_gpus=num_gpus)

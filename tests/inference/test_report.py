@@ -26,7 +26,7 @@ from tests.programs import call
 
 HOSTILE = "<script>alert('1')</script><img src=http://evil.example/x.png onerror=\"x()\">&amp;\"'\n"
 RAW, TTA, REPORTED = (
-    f"accuracy, %\n{name}" for name in ("test/raw", "test/raw_tta2", "as reported")
+    f"accuracy, %\n{name}" for name in ("test/raw", "test/raw_tta", "as reported")
 )
 
 
@@ -120,7 +120,7 @@ def test_results_of_runs_and_of_groups_are_those_of_their_files(tmp_path, undraw
         others = [cells[name] for name in ("steps", "seed", "towers", "precision", "skipped steps")]
         assert others == ["8", str(seed), "2", "bfloat16", "0"]
         assert cells["weights\nsha256"] == result["weights_sha256"][:16]
-    for heading, tta in ((RAW, 0), (TTA, 2)):
+    for heading, tta in ((RAW, False), (TTA, True)):
         values = accuracies(runs, tta)
         expected = f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f} % (n=3)"
         assert (
@@ -136,7 +136,7 @@ def test_mean_is_over_finished_runs(tmp_path, undrawn):
     ]
     page = render(*runs)
     mean = page.results("speed94\nseeds 0, 1", table=1)["accuracy\ntest/raw"]
-    assert mean == f"{accuracies(runs[:1], 0)[0]:.2f} % (n=1)"
+    assert mean == f"{accuracies(runs[:1], False)[0]:.2f} % (n=1)"
     newest, unfinished = read_records(runs[1], "eval")[-1], page.results("s1")
     assert unfinished["steps"] == "7\nunfinished" and unfinished[TTA] == "-"
     assert newest["step"] == 6 and unfinished[RAW].startswith(f"{100 * newest['accuracy']:.2f}\n")

@@ -79,7 +79,7 @@ def test_table_has_every_run_and_its_state(runs, listed):
 RAW, EMA, AUGMENTED = (
     {"accuracy": 0.99},
     {"weights": "ema", "accuracy": 0.93},
-    {"tta": 2, "accuracy": 0.94},
+    {"tta": True, "accuracy": 0.94},
 )
 
 
@@ -280,13 +280,13 @@ def test_groups_are_compared_by_a_score_that_all_have(tmp_path):
     for path, accuracy in zip(paths, (0.94, 0.95, 0.96, 0.91, 0.93, 0.95), strict=True):
         scores = read_result(path)["evaluations"]
         for each in scores:
-            each["accuracy"] = accuracy if (each["weights"], each["tta"]) == ("ema", 2) else 0.5
+            each["accuracy"] = accuracy if (each["weights"], each["tta"]) == ("ema", True) else 0.5
         write_scores(path, *scores)
-    text = "one - other: +2.00 points (95 % -1.58 to +5.58), n=3 and 3; test/ema_tta2"
+    text = "one - other: +2.00 points (95 % -1.58 to +5.58), n=3 and 3; test/ema_tta"
     assert trained.compare_groups(grouped(*paths)) == [text]
     others = [*make_runs(tmp_path, 2, "raw"), *make_runs(tmp_path, 2, "third", finished=False)]
     (line,) = trained.compare_groups(grouped(*paths[:3], *others))
-    assert line.startswith("one - raw") and line.endswith("; test/raw_tta2")
+    assert line.startswith("one - raw") and line.endswith("; test/raw_tta")
 
 
 def test_long_group_names_are_shortened_and_distinct(tmp_path):

@@ -60,23 +60,23 @@ def test_an_evaluation_leaves_pictures_of_the_score_that_the_run_reports(tmp_pat
     draw = Mock(wraps=figures.image_grid)
     monkeypatch.setattr(figures, "image_grid", draw)
     logger, split = logger_of(tmp_path)
-    evaluations = evaluate(split, ("ema", 2), ("ema", 0), ("raw", 0))
+    evaluations = evaluate(split, ("ema", True), ("ema", False), ("raw", False))
     records = logger.log_evaluation(1, evaluations, {"test": split}, final=True)
     assert [(record["weights"], record["tta"]) for record in records] == [
-        ("ema", 2),
-        ("ema", 0),
-        ("raw", 0),
+        ("ema", True),
+        ("ema", False),
+        ("raw", False),
     ]
     images, captions, title = draw.call_args.args
     indices = [int(caption.rpartition("\nimage ")[2]) for caption in captions]
-    assert "test/ema_tta2" in title and sorted(indices) == list(range(0, 50, 7))
+    assert "test/ema_tta" in title and sorted(indices) == list(range(0, 50, 7))
     assert (images == split.images[indices]).all()
     for name in ("mistakes.png", "confusion.png"):
         assert min(Image.open(tmp_path / name).size) > 100
     tags = {
         f"{kind}/test/{weights}"
         for kind in ("accuracy", "loss", "ece")
-        for weights in ("raw", "ema", "ema_tta2")
+        for weights in ("raw", "ema", "ema_tta")
     }
     assert set(events_of(tmp_path / "eval").Tags()["tensors"]) == tags | {
         "mistakes/test",
@@ -86,7 +86,9 @@ def test_an_evaluation_leaves_pictures_of_the_score_that_the_run_reports(tmp_pat
 
 def test_a_thousand_classes_have_mistakes_but_no_confusion_matrix(tmp_path):
     logger, split = logger_of(tmp_path, 1000, 2000)
-    (record,) = logger.log_evaluation(1, evaluate(split, ("raw", 0)), {"test": split}, final=True)
+    (record,) = logger.log_evaluation(
+        1, evaluate(split, ("raw", False)), {"test": split}, final=True
+    )
     assert "confusion" not in record
     assert (tmp_path / "mistakes.png").exists() and not (tmp_path / "confusion.png").exists()
 
@@ -94,7 +96,7 @@ def test_a_thousand_classes_have_mistakes_but_no_confusion_matrix(tmp_path):
 def test_the_result_ends_with_the_score_that_the_run_reports(tmp_path, capsys):
     logger, split = logger_of(tmp_path)
     records = logger.log_evaluation(
-        1, evaluate(split, ("ema", 2), ("raw", 2)), {"test": split}, final=False
+        1, evaluate(split, ("ema", True), ("raw", True)), {"test": split}, final=False
     )
     records[1]["accuracy"] = 1.0
     result = {
@@ -105,7 +107,7 @@ def test_the_result_ends_with_the_score_that_the_run_reports(tmp_path, capsys):
     }
     logger.log_result(result | {"evaluations": records})
     output = capsys.readouterr().out
-    assert lines_with(output.splitlines()[-1], "84.00 %", "ema", "TTA 2", "50 ")
+    assert lines_with(output.splitlines()[-1], "84.00 %", "ema", "with TTA", "50 ")
     assert lines_with(output, "100.00 %", "raw") and lines_with(output, "0:01:15")
 
 

@@ -34,7 +34,7 @@ def finished_run(directory, config, **settings):
     """Return the directory of a run on two towers and its result."""
     with small_runs(*small_splits()):
         return directory, run(
-            config, directory, num_gpus=2, checkpoint_every_steps=9, tta=2, **settings
+            config, directory, num_gpus=2, checkpoint_every_steps=9, tta=True, **settings
         )
 
 

@@ -26,7 +26,7 @@ QUICK = recipe(
     image_size_schedule="0=18,50%=20",
     shift=0,
     batch_size=200,
-    tta=0,
+    tta=False,
     whitening_images=500,
     precision="float32",
     summary_every_steps=5,

@@ -36,7 +36,7 @@ def test_records_of_evaluations_are_those_of_the_result(tiny_run):
     directory, result, _ = tiny_run
     final = [r for r in records_of(directory, "eval") if r["step"] == STEPS]
     assert [(r["split"], r["weights"], r["tta"], r["count"]) for r in final] == [
-        ("test", *kind, 500) for kind in (("raw", 0), ("ema", 0), ("ema", 2))
+        ("test", *kind, 500) for kind in (("raw", False), ("ema", False), ("ema", True))
     ]
     assert np.sum(final[0]["confusion"]) == 500
     assert [r["accuracy"] for r in final] == [r["accuracy"] for r in result["evaluations"]]
@@ -82,7 +82,7 @@ def test_evaluate_reproduces_the_score_of_the_run(tiny_run):
         train_dir=str(directory),
         model=TINY_NET,
         weights="ema",
-        tta=2,
+        tta=True,
         precision="float32",
         num_gpus=3,
         json=True,
@@ -112,16 +112,15 @@ def test_the_target_is_for_the_weights_that_the_run_reports(tmp_path, monkeypatc
     def score(percent):
         return Score(np.zeros(100, np.int64), np.eye(10)[(np.arange(100) >= percent).astype(int)])
 
-    passes = iter([{0: 95}, {0: 93, 2: 96}, {0: 97}, {0: 97, 2: 97}])
-    scores = ({tta: score(percent) for tta, percent in percents.items()} for percents in passes)
-    monkeypatch.setattr(trainer, "score_split", lambda *_: next(scores))
-    settings = {"max_steps": 1, "validation_examples": 500, "tta": 2}
+    percents = iter([95, 93, 96, 97, 97, 97])
+    monkeypatch.setattr(trainer, "score_split", lambda *_: score(next(percents)))
+    settings = {"max_steps": 1, "validation_examples": 500, "tta": True}
     result = run(TINY, tmp_path, target_accuracy=0.94, **settings)
     kinds = [(each["split"], each["weights"], each["tta"]) for each in result["evaluations"]]
     assert kinds[:3] == [
-        ("validation", "raw", 0),
-        ("validation", "ema", 0),
-        ("validation", "ema", 2),
+        ("validation", "raw", False),
+        ("validation", "ema", False),
+        ("validation", "ema", True),
     ]
     assert {split for split, *_ in kinds[3:]} == {"test"} and result["reached"] is None
 
@@ -172,7 +171,7 @@ def test_seeds_are_summarized_without_those_that_diverge(tmp_path, monkeypatch, 
         if config.seed not in accuracies:
             raise DivergedError("step 6")
         accuracy = accuracies[config.seed]
-        evaluation = {"split": "test", "weights": "ema", "tta": 0, "accuracy": accuracy}
+        evaluation = {"split": "test", "weights": "ema", "tta": False, "accuracy": accuracy}
         reached = accuracy if accuracy >= config.target_accuracy else None
         return {
             "reached": reached,

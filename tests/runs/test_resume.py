@@ -148,7 +148,10 @@ def test_every_kind_of_state_is_restored(tmp_path, capsys, settings):
 @pytest.mark.slow
 def test_a_speednet_goes_on_through_its_phases(tmp_path, speednet_run):
     """After step 10 the images are larger, and the whitening rests."""
-    run(replace(QUICK, num_gpus=2, tta=2), stopped_after(9, speednet_run[0], tmp_path / "resumed"))
+    run(
+        replace(QUICK, num_gpus=2, tta=True),
+        stopped_after(9, speednet_run[0], tmp_path / "resumed"),
+    )
     same, differences = compare_runs(speednet_run[0], tmp_path / "resumed")
     assert same, differences
 

@@ -14,7 +14,7 @@ EVALUATION = {
     "kind": "eval",
     "split": "test",
     "weights": "raw",
-    "tta": 0,
+    "tta": False,
     "loss": 2.0,
     "accuracy": 0.5,
 }
@@ -63,7 +63,7 @@ def test_equal_runs_are_the_same_nan_included(compare):
             ["losses", "step 9", "step 8"],
         ),  # no texts
         ({"biases": (1.0, 0.5, -0.0)}, ["weights", "step-3.npz", "1 of 3", "bias"]),
-        ({"last_step": 10}, ["only in one", "eval 10 test/raw_tta2", "eval 11 test/raw"]),
+        ({"last_step": 10}, ["only in one", "eval 10 test/raw_tta", "eval 11 test/raw"]),
         ({"records": {("eval", 11): 2.5}}, ["evaluations", "step 11", "test/raw", "and 2.5"]),
         ({"moving_mean": np.zeros(())}, ["weights", "step-1.npz", "moving_mean"]),
         ({"scale": np.array([0, 0])}, ["weights", "step-1.npz", "scale"]),
