@@ -141,7 +141,7 @@ def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
       cross entropy, nats: the NLL), the calibration as `ece` and `reliability` (see
       docs/reference.md), `count` (images), `per_class` (accuracy by class name, NaN without
       examples), `confusion` [C, C] (images by true class and by prediction), and what was
-      evaluated. For corrupted images, `accuracy`, `loss` and `ece` are tables.
+      evaluated.
 
     Raises:
       RunError: there is no such run or split, its data cannot be read or have changed, or logits

@@ -58,7 +58,7 @@ def check_dataset(dataset: str) -> None:
     """Raise UsageError if the name cannot be that of a data set."""
     prefix, path = split_path(dataset)
     named = f"{dataset}:" not in PREFIXES and re.fullmatch(
-        r"[a-z]\w*(/[\w.+*-]+)?(:\d+\.\d+\.\d+)?", dataset
+        r"[a-z]\w*(/[\w.+-]+)?(:\d+\.\d+\.\d+)?", dataset
     )
     if not ((prefix and path) or named):
         raise UsageError(

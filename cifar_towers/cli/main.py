@@ -192,7 +192,7 @@ def evaluate(config: programs.EvaluateConfig) -> None:
     """Evaluate a checkpoint of a run, the newest unless --step is given.
 
       cifar-towers evaluate --train_dir=runs/speed94-seed0 --tta
-      cifar-towers evaluate --train_dir=runs/speed94-seed0 --dataset='cifar10_corrupted/*'
+      cifar-towers evaluate --train_dir=runs/speed94-seed0 --dataset=cifar10_corrupted/fog_3
 
     NLL is the negative log likelihood, ECE the expected calibration error. With --tta both are of
     the mean logits. The table's column "most often taken for" names, for each class, the wrong

@@ -92,7 +92,7 @@ class EvaluateConfig(ComputeConfig, RunDataConfig):
     split: str = _evaluation(
         "test", "part of the data set to evaluate", choices=("test", "validation", "train")
     )
-    num_images: int = _evaluation(0, "number of images to evaluate, of each set; 0: all", low=0)
+    num_images: int = _evaluation(0, "number of images to evaluate; 0: all", low=0)
     allow_changed_data: bool = _evaluation(
         False, "permission to evaluate on images other than those of the run"
     )

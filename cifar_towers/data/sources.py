@@ -28,7 +28,6 @@ class Source(NamedTuple):
         [int, Sequence[str]], Mapping[str, Split]
     ]  # (image size, split names) -> splits in any size
     banner: str = ""  # warning that synthetic data replace CIFAR-10; otherwise empty
-    corruptions: tuple[str, ...] = ()  # names of the splits of corrupted test images, as fog_3
 
 
 def find(dataset: str, data_dir: str = "") -> Source:
@@ -64,8 +63,8 @@ def find(dataset: str, data_dir: str = "") -> Source:
     if dataset in ("auto", "cifar10"):
         return Source("cifar10", lambda image_size, names: cifar10.load(data_dir, names))
     directory = tfds_source.tfds_directory(data_dir)
-    read = functools.partial(tfds_source.load, dataset, directory)
-    return Source(dataset, read, corruptions=tfds_source.locate(dataset, directory))
+    tfds_source.make_builder(dataset, directory)  # an unknown name is an error here
+    return Source(dataset, functools.partial(tfds_source.load, dataset, directory))
 
 
 def load(
@@ -108,9 +107,7 @@ def load_split(
     image_size: int = CIFAR10.image_size,
     validation_examples: int = 0,
 ) -> Split:
-    """Return one split of a source, as `load` does. For `test` and `Source.corruptions`, nothing
-    else is read.
-    """
+    """Return one split of a source, as `load` does. For `test` nothing else is read."""
     if name in ("train", "validation"):
         return getattr(load(source, validation_examples, image_size), name)
     return _load_splits(source, image_size, (name,), (name,))[name]

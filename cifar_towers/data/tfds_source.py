@@ -1,10 +1,8 @@
 """Image classification data sets of TensorFlow Datasets (TFDS)."""
 
 import dataclasses
-import fnmatch
 import logging
 import os
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +13,7 @@ from PIL import Image
 
 from cifar_towers.data import image_files
 from cifar_towers.data.dataset import CLASSES, DatasetInfo, Split, moments
-from cifar_towers.errors import DataError, UsageError, error_line, listed
+from cifar_towers.errors import DataError, error_line
 
 log = logging.getLogger(__name__)
 
@@ -59,42 +57,16 @@ def make_builder(name: str, directory: Path) -> Builder:
         raise DataError(f"dataset={name} with data_dir={directory}: {reason}") from error
 
 
-def locate(name: str, directory: Path) -> tuple[str, ...]:
-    """Check that TFDS has a data set, within seconds.
-
-    Returns:
-      The configs that a name with * matches, as fog_1 to fog_5 of `cifar10_corrupted/fog_*`; ()
-      without *.
-    """
-    builder_name, _, pattern = name.partition("/")
-    if "*" not in name:
-        make_builder(name, directory)
-        return ()
-    configs = sorted(make_builder(builder_name, directory).builder_configs)
-    found = fnmatch.filter(configs, pattern)
-    if not found or not all(re.search("_[1-5]$", config) for config in found):
-        known = listed(configs) or "none"
-        raise UsageError(
-            f"dataset={name} is no pattern of corruptions, e.g. fog_*; {builder_name} has {known}"
-        )
-    return tuple(found)
-
-
 def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> dict[str, Split]:
     """Return those of train and test that are wanted and exist, each image's central square resized
     to `image_size`.
 
-    If the name has a *, `wanted` are configs, and the test split of each is returned. The test
-    split is `test`; `validation`, if there is no test; otherwise the last fifth of `train`.
+    The test split is `test`; `validation`, if there is no test; otherwise the last fifth of
+    `train`.
 
     Raises:
       DataError: the data set cannot be downloaded or read, or is not images with one class each.
     """
-    if "*" in name:
-        names = {config: f"{name.partition('/')[0]}/{config}" for config in wanted}
-        return {
-            config: load(names[config], directory, image_size, ["test"])["test"] for config in names
-        }
     tfds, builder = import_tfds(), make_builder(name, directory)
     try:
         image, label = (

@@ -20,7 +20,9 @@ def source_of(*names):
     )
 
 
-@pytest.mark.parametrize("name", ["Other", "photos/", "cifar-10", "labels.csv", "npz:", "folder:"])
+@pytest.mark.parametrize(
+    "name", ["Other", "photos/", "cifar-10", "labels.csv", "npz:", "folder:", "cifar10_corrupted/*"]
+)
 def test_name_that_cannot_be_that_of_a_data_set_is_refused(name):
     with pytest.raises(UsageError, match=f"dataset={name}"):
         sources.find(name)

@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers.data import sources, synthetic
+from cifar_towers.data.dataset import CLASSES
 from cifar_towers.errors import DataError, UsageError
 from tests.messages import lines_with
 
@@ -62,6 +63,28 @@ def test_tfds_data_set_with_a_test_split_alone_is_scored_and_not_trained_on(tmp_
     assert test.info.class_names == ("x", "y", "z") and sorted(test.labels) == [0, 1, 1, 2]
     with pytest.raises(UsageError, match="dataset=shapes .*train"):
         sources.load(source)
+
+
+def test_a_set_of_corrupted_images_has_the_classes_of_cifar10(tmp_path):
+    """TFDS numbers its classes and does not name them."""
+    import tensorflow_datasets as tfds
+
+    labels = [3, 9, 0, 3]
+    columns = {"image": synthetic.make(10, 0, 1).images[:4], "label": labels}
+    kinds = {
+        "image": tfds.features.Image(shape=(32, 32, 3)),
+        "label": tfds.features.ClassLabel(num_classes=10),
+    }
+    tfds.dataset_builders.store_as_tfds_dataset(
+        "cifar10_corrupted",
+        "1.0.0",
+        config="fog_3",
+        features=tfds.features.FeaturesDict(kinds),
+        split_datasets={"test": tf.data.Dataset.from_tensor_slices(columns)},
+        data_dir=tmp_path,
+    )
+    test = sources.load_split(sources.find("cifar10_corrupted/fog_3", str(tmp_path)))
+    assert test.info.class_names == CLASSES and sorted(test.labels) == sorted(labels)
 
 
 @pytest.mark.parametrize("channels", [1, 4])
