@@ -103,7 +103,7 @@ lock: .venv/dev-ready .venv/browser-ready .venv/docs-ready  ## after make clean:
 	$(BIN)/python -m pip freeze --exclude-editable >> constraints.txt
 
 compare: .venv/ready  ## train small runs at REV and at HEAD: are losses and weights the same?
-	@$(BIN)/python scripts/compare_revisions.py $(REV) $(ARGS)
+	@$(BIN)/python scripts/compare.py $(REV) $(ARGS)
 
 faults: .venv/dev-ready  ## inject faults: kill runs, damage files, fill disks (Linux, root, strace)
 	@$(BIN)/python -m tests.faults $(ARGS)

@@ -1,3 +1,3 @@
-"""`train.py` is `cifar-towers train`. `compare_frameworks.py` and `compare_revisions.py` measure
-this project.
+"""`train.py` is `cifar-towers train`. `compare_frameworks.py` measures this project, `compare.py`
+finds where two runs or revisions differ.
 """

@@ -25,7 +25,6 @@ COMMANDS = {  # in this order: the first two train what the others read
     "evaluate": [RUN, "--dataset=synthetic"],
     "predict": [RUN, "picture.png"],
     "export": [RUN, "--format=keras"],
-    "compare-runs": ["runs/smoke-seed0", "runs/smoke-seed0"],
     "report": ["runs/smoke-seed0", "--out=report.html"],
     "runs": [],
     "benchmark": [*SMALL, "--towers=1", "--minutes=0"],

@@ -233,18 +233,6 @@ def export(config: programs.ExportConfig) -> None:
         export_model(config)
 
 
-def compare_runs(config: programs.CompareConfig) -> int:
-    """Compare two runs: are they equal to the bit, and if not, where and why do they differ?
-
-    cifar-towers compare-runs runs/one runs/other
-    """
-    from cifar_towers.inference import compare
-
-    same, text = compare.compare_runs(*map(Path, config.runs))
-    print(text)
-    return 0 if same else RunError.exit_code
-
-
 def report(config: programs.ReportConfig) -> None:
     """Write a self-contained HTML report of runs, for readers without TensorBoard.
 
@@ -339,7 +327,6 @@ PROGRAMS: dict[str, tuple[Callable[[Any], int | None], type]] = {
     "export": (export, programs.ExportConfig),
     "report": (report, programs.ReportConfig),
     "runs": (runs, programs.RunsConfig),
-    "compare-runs": (compare_runs, programs.CompareConfig),
     "benchmark": (benchmark, programs.BenchmarkConfig),
     "launch": (launch, programs.LaunchConfig),
 }

@@ -16,7 +16,6 @@ from cifar_towers.config.train_config import (
     setting,
     settings_of,
 )
-from cifar_towers.errors import UsageError
 from cifar_towers.registry import check_dataset, check_model
 
 RUN_FIELDS = (
@@ -124,17 +123,6 @@ class ExportConfig(RunDataConfig):
         low=0,
         high=10_000,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class CompareConfig:
-    """Settings of `cifar-towers compare-runs`."""
-
-    runs: tuple[str, ...] = setting((), REST, "two runs' directories")
-
-    def __post_init__(self):
-        if len(self.runs) != 2:
-            raise UsageError("which two runs? write: cifar-towers compare-runs runs/one runs/other")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ from cifar_towers.cli.main import parse_command_line
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import (
     BenchmarkConfig,
-    CompareConfig,
     EvaluateConfig,
     ExportConfig,
 )
@@ -78,7 +77,6 @@ REFUSALS = {  # what a program's message must mention
         (["--train_dir=runs/one", "--log_device_placement"], "log_device_placement"),
     ],
     ExportConfig: [(["--train_dir=x", "--format=tensorrt"], "format=tensorrt")],
-    CompareConfig: [(runs, "two runs") for runs in ([], ["one"], ["one", "other", "third"])],
 }
 
 

@@ -2,16 +2,14 @@
 other devices.
 """
 
-import json
 from dataclasses import replace
 
 import pytest
 
-from cifar_towers.checkpointing.checkpoint import find_checkpoint, list_checkpoints, step_of
+from cifar_towers.checkpointing.checkpoint import find_checkpoint, step_of
 from cifar_towers.errors import Interrupted
-from cifar_towers.inference.compare import compare_runs
+from scripts.compare import compare_runs
 from tests.messages import lines_with
-from tests.programs import call
 from tests.runs.short_runs import (
     QUICK,
     TINY,
@@ -209,30 +207,3 @@ def test_a_resumed_run_uses_and_names_what_has_changed(tmp_path, capsys):
         (False, None),
         (True, None),
     ]  # a rate is unknown, as each was the first step of a start
-
-
-def test_compare_runs_names_what_differs(saved_run, tiny_run, monkeypatch, capsys):
-    """The comparison of every kind of value is tested with `scripts/compare_revisions.py`."""
-    original, changed = tiny_run[0], saved_run
-    contents = {
-        name: json.loads((changed / f"{name}.json").read_text())
-        for name in ("config", "environment", "result")
-    }
-    changes = {
-        "config": {"seed": 1},
-        "environment": {"class_names": ["cat"]},
-        "result": {"weights_sha256": "0" * 64},
-    }
-    for name, content in contents.items():
-        (changed / f"{name}.json").write_text(json.dumps(content | changes[name]))
-    assert call(monkeypatch, "compare-runs", original, changed) == 1  # the exit code
-    output = capsys.readouterr().out
-    assert (
-        lines_with(output, "seed 0 -> 1")
-        and lines_with(output, "class_names")
-        and "0" * 16 in output
-    )
-    for path in (changed / "metrics.jsonl", changed / "result.json", *list_checkpoints(changed)):
-        path.unlink()
-    same, _ = compare_runs(original, changed)
-    assert not same  # they have nothing in common
