@@ -1,7 +1,7 @@
 """CIFAR-10 on towers: synchronous data-parallel training, readable from end to end.
 
-`train`, `evaluate`, `predict` and `export` do from Python what the programs do, and `load_run`
-returns a run. `cifar_towers.towers` is for code of your own.
+`train` trains a run, and `load_run` reads one. The methods of a `Run` evaluate, predict and export,
+as the programs do. `cifar_towers.towers` is for code of your own.
 
 Import this package before TensorFlow, which reads environment variables when it is imported. The
 package sets `KERAS_BACKEND`, `TF_CPP_MIN_LOG_LEVEL`, `TF_ENABLE_ONEDNN_OPTS` and
@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 
-__all__ = ["Run", "evaluate", "export", "load_run", "predict", "train"]
+__all__ = ["Run", "load_run", "train"]
 __version__ = "0.1.0"
 
 if "tensorflow" not in sys.modules:
@@ -29,5 +29,5 @@ elif "TF_ENABLE_ONEDNN_OPTS" not in os.environ:
         "and gives other weights; import cifar_towers first, or set TF_ENABLE_ONEDNN_OPTS=1"
     )
 
-from cifar_towers.api import evaluate, export, predict, train  # after the environment is set
+from cifar_towers.api import train  # after the environment is set
 from cifar_towers.inference.run import Run, load_run

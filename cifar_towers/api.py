@@ -1,7 +1,6 @@
-"""Train, evaluate and use runs from Python; the programs call these functions. Importing this
-module is quick.
+"""Train runs, from Python and by the programs. Importing this module is quick.
 
-Settings are those of the programs, by name. What cannot be done raises a
+Settings are those of the program, by name. What cannot be done raises a
 `cifar_towers.errors.RunError`, whose text is the line that the programs print.
 """
 
@@ -11,12 +10,10 @@ import logging
 import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.programs import EvaluateConfig, ExportConfig
 from cifar_towers.config.train_config import make_config
 from cifar_towers.errors import Interrupted, UsageError
 from cifar_towers.hardware import tensorflow_imported
@@ -25,8 +22,6 @@ from cifar_towers.multi_worker.cluster_spec import Workers
 from cifar_towers.signals import StopSignals
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from cifar_towers.data.sources import Source
 
 log = logging.getLogger(__name__)
@@ -125,74 +120,6 @@ def train_run(
 
         of_run = Callbacks(callbacks, Run(directory.path))
         return trainer.train(config, source, directory, signals, cluster, of_run, timer)
-
-
-def evaluate(run: Run | Path | str, **settings: Any) -> dict[str, Any]:
-    """Evaluate a checkpoint of a run, as `cifar-towers evaluate --json` does, and return what that
-    prints.
-
-    Args:
-      run: a run or its directory.
-      **settings: flags of `cifar-towers evaluate` by name, such as `tta=True`, `split`, `step`,
-        `dataset`, or `model` for a net of your own.
-
-    Returns:
-      `accuracy` in [0, 1], both ends of its 95 % confidence interval (`interval95`), `loss` (mean
-      cross entropy, nats: the NLL), the calibration as `ece` and `reliability` (see
-      docs/reference.md), `count` (images), `per_class` (accuracy by class name, NaN without
-      examples), `confusion` [C, C] (images by true class and by prediction), and what was
-      evaluated.
-
-    Raises:
-      RunError: there is no such run or split, its data cannot be read or have changed, or logits
-        are not finite.
-    """
-    config = make_config(EvaluateConfig, {"train_dir": getattr(run, "directory", run), **settings})
-    with tensorflow_imported():
-        from cifar_towers.inference.evaluate import score_checkpoint
-
-        return score_checkpoint(config)
-
-
-def predict(
-    run: Run | Path | str, images: "np.ndarray | Iterable[Path | str] | Path | str", **settings: Any
-) -> "np.ndarray":
-    """Classify images by a checkpoint of a run.
-
-    Args:
-      run: a run or its directory.
-      images: [n, S, S, 3] uint8 levels in the training's size, or paths of image files or of
-        folders, or one path. The images of a folder are sorted by name.
-      **settings: flags of `cifar-towers predict` by name, such as `tta=True`, `step`, or `model`
-        for a net of your own.
-
-    Returns:
-      Probabilities [n, C] float64, with the classes in the order of `run.class_names`.
-
-    Raises:
-      RunError: there is no such run, the array has another shape or type, a file cannot be read, or
-        logits are not finite.
-    """
-    return (run if isinstance(run, Run) else Run(run)).predict(images, **settings)
-
-
-def export(run: Run | Path | str, **settings: Any) -> None:
-    """Export the model of a checkpoint with its preprocessing, as `cifar-towers export` does.
-
-    Args:
-      run: a run or its directory.
-      **settings: flags of `cifar-towers export` by name, such as `format="onnx"`, `out`, or `model`
-        for a net of your own.
-
-    Raises:
-      RunError: there is no such run or checkpoint, or the export does not agree with the
-        checkpoint.
-    """
-    config = make_config(ExportConfig, {"train_dir": getattr(run, "directory", run), **settings})
-    with tensorflow_imported():
-        from cifar_towers.inference.export import export_model
-
-        export_model(config)
 
 
 @contextlib.contextmanager

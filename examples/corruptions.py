@@ -12,10 +12,11 @@ SEVERITIES = (1, 3, 5)
 
 
 def main(directory):
+    run = cifar_towers.load_run(directory)
     for corruption in CORRUPTIONS:
         for severity in SEVERITIES:
             name = f"cifar10_corrupted/{corruption}_{severity}"
-            score = cifar_towers.evaluate(directory, dataset=name)
+            score = run.evaluate(dataset=name)
             print(f"{name}: {100 * score['accuracy']:.2f} %")
 
 

@@ -55,8 +55,8 @@ def test_a_run_has_its_records_and_is_evaluated_and_loaded(run):
         "step"
     ] == 8
     assert run.config["batch_size"] == 50 and run.evaluations[-1]["split"] == "test"
-    score = cifar_towers.evaluate(run, **OF_RUN)
-    assert cifar_towers.evaluate(run, model=TINY_NET) == score and score["precision"] == "float32"
+    score = run.evaluate(**OF_RUN)
+    assert run.evaluate(model=TINY_NET) == score and score["precision"] == "float32"
     assert score["count"] == 100 and score["accuracy"] == run.result["evaluations"][-1]["accuracy"]
     loaded = cifar_towers.load_run(str(run.directory))
     assert loaded.history == run.history and loaded.result == run.result
@@ -80,9 +80,11 @@ def test_a_run_that_goes_on_after_its_result_has_none(run, tmp_path):
     assert continued.result is None
 
 
-def test_arrays_files_folders_and_the_model_have_the_same_probabilities(run, small_set, tmp_path):
+def test_arrays_files_folders_the_model_and_its_export_have_the_same_probabilities(
+    run, small_set, tmp_path
+):
     images, labels = small_set[1].images, small_set[1].labels
-    probabilities = cifar_towers.predict(run, images, **OF_RUN)
+    probabilities = run.predict(images, **OF_RUN)
     assert (probabilities.argmax(1) == labels).mean() == pytest.approx(
         run.result["evaluations"][-1]["accuracy"]
     )
@@ -93,6 +95,11 @@ def test_arrays_files_folders_and_the_model_have_the_same_probabilities(run, sma
         np.testing.assert_allclose(run.predict(some, **OF_RUN), probabilities[:count], atol=1e-6)
     of_levels = run.model(model=TINY_NET).predict(images[:30], verbose=0)
     np.testing.assert_allclose(of_levels, probabilities[:30], atol=1e-5)
+    run.export(format="keras", out=tmp_path / "exported", check=30, model=TINY_NET)
+    exported = keras.models.load_model(tmp_path / "exported" / "model.keras")
+    np.testing.assert_allclose(
+        exported.predict(images[:30], verbose=0), probabilities[:30], atol=1e-5
+    )
 
 
 def test_reading_a_run_seeds_nothing_and_names_no_layer_anew(run, small_set):
@@ -104,7 +111,7 @@ def test_reading_a_run_seeds_nothing_and_names_no_layer_anew(run, small_set):
     expected = [draw()[0] for _ in range(2)]
     keras.utils.set_random_seed(7)
     first, name = draw()
-    cifar_towers.predict(run, small_set[1].images[:2], **OF_RUN)
+    run.predict(small_set[1].images[:2], **OF_RUN)
     second, other_name = draw()
     assert [first, second] == expected
     assert name != other_name
@@ -138,7 +145,7 @@ def test_the_settings_of_the_callers_keras_change_nothing_and_are_kept(run, smal
             for name, value in settings.items():
                 getattr(keras.config, f"set_{name}")(value)
             models.append(run.model(model=TINY_NET))
-            cifar_towers.evaluate(run, **OF_RUN)
+            run.evaluate(**OF_RUN)
             now = {name: getattr(keras.config, name)() for name in settings}
             assert now | {"dtype_policy": now["dtype_policy"].name} == settings
     finally:

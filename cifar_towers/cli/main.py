@@ -200,9 +200,13 @@ def evaluate(config: programs.EvaluateConfig) -> None:
     columns predicted ones.
     """
     with tensorflow_imported():
-        from cifar_towers.inference.evaluate import evaluate_checkpoint
+        from cifar_towers.inference.evaluate import evaluate_checkpoint, format_evaluation
 
-        print(evaluate_checkpoint(config))
+        record = evaluate_checkpoint(config)
+        if config.json:
+            print(files.to_json(record))
+        else:
+            print(format_evaluation(record))
 
 
 def predict(config: programs.PredictConfig) -> None:

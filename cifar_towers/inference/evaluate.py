@@ -1,11 +1,10 @@
-"""Evaluation of a run's checkpoint, as a table or as JSON."""
+"""Evaluation of a run's checkpoint, and its text."""
 
 import dataclasses
 from typing import Any
 
 import numpy as np
 
-from cifar_towers import files
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Split
@@ -15,31 +14,8 @@ from cifar_towers.inference.predict import TrainedModel
 from cifar_towers.reporting.records import align_columns
 
 
-def evaluate_checkpoint(config: EvaluateConfig) -> str:
-    """Evaluate a checkpoint and return the output of the program: a table, or one object with
-    `--json`.
-    """
-    record = score_checkpoint(config)
-    if config.json:
-        return files.to_json(record)
-    changed = " (another set than in training)" if record["changed_data"] else ""
-    lines = [
-        f"{record['train_dir']} at step {record['step']}: {record['dataset']} "
-        f"{record['split']}{changed}, {record['weights']} weights, {describe_tta(record['tta'])}, "
-        f"{record['precision']}"
-    ]
-    low, high = record["interval95"]
-    lines.append(
-        f"accuracy {100 * record['accuracy']:.2f} % ({record['correct']:,} of "
-        f"{record['count']:,}; 95 % interval {100 * low:.2f} to {100 * high:.2f} %), loss "
-        f"(NLL) {record['loss']:.4f}, ECE {record['ece']:.4f}"
-    )
-    table = align_columns(_class_rows(record), left=(0, 3))
-    return "\n".join([*map(printable, lines), "", table])
-
-
-def score_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
-    """Evaluate a checkpoint; return what was evaluated, and the score, as `--json` prints them.
+def evaluate_checkpoint(config: EvaluateConfig) -> dict[str, Any]:
+    """Evaluate a checkpoint; return what was evaluated, and the score.
 
     Raises:
       UsageError: there is no such run, split or set of weights. DataError: the run's data cannot be
@@ -97,6 +73,24 @@ def _number_labels(split: Split, trained: TrainedModel) -> Split:
         )
     numbers = np.array([known.index(name) for name in classes])
     return dataclasses.replace(split, labels=numbers[split.labels])
+
+
+def format_evaluation(record: dict[str, Any]) -> str:
+    """Return what `evaluate_checkpoint` returned as lines and a table of the classes."""
+    changed = " (another set than in training)" if record["changed_data"] else ""
+    lines = [
+        f"{record['train_dir']} at step {record['step']}: {record['dataset']} "
+        f"{record['split']}{changed}, {record['weights']} weights, {describe_tta(record['tta'])}, "
+        f"{record['precision']}"
+    ]
+    low, high = record["interval95"]
+    lines.append(
+        f"accuracy {100 * record['accuracy']:.2f} % ({record['correct']:,} of "
+        f"{record['count']:,}; 95 % interval {100 * low:.2f} to {100 * high:.2f} %), loss "
+        f"(NLL) {record['loss']:.4f}, ECE {record['ece']:.4f}"
+    )
+    table = align_columns(_class_rows(record), left=(0, 3))
+    return "\n".join([*map(printable, lines), "", table])
 
 
 def _class_rows(record: dict[str, Any]) -> list[list[str]]:

@@ -143,7 +143,7 @@ def predict_images(config: PredictConfig) -> None:
 
 
 def predict_probabilities(
-    config: PredictConfig, images: np.ndarray | Iterable[Path | str] | Path | str
+    config: ComputeConfig, images: np.ndarray | Iterable[Path | str] | Path | str
 ) -> np.ndarray:
     """Return the probabilities [n, C] of uint8 images [n, S, S, 3], or of picture files or folders,
     or of one.

@@ -1,6 +1,6 @@
 """A run in its directory, as every program, callback and `cifar_towers.train` has it.
 
-This module imports neither NumPy nor TensorFlow. The two methods of `Run` that need them import
+This module imports neither NumPy nor TensorFlow. The four methods of `Run` that need them import
 them when called.
 """
 
@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from cifar_towers import files
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.programs import PredictConfig, TrainedRunConfig
+from cifar_towers.config.programs import (
+    ComputeConfig,
+    EvaluateConfig,
+    ExportConfig,
+    TrainedRunConfig,
+)
 from cifar_towers.config.train_config import make_config, names_with
 from cifar_towers.errors import UsageError
 from cifar_towers.hardware import tensorflow_imported
@@ -156,6 +161,71 @@ class Run:
 
         return reported_score(list(self.scores.values()))
 
+    def evaluate(self, **settings: Any) -> dict[str, Any]:
+        """Evaluate a checkpoint of the run, as `cifar-towers evaluate --json` does.
+
+        Args:
+          **settings: flags of `cifar-towers evaluate` by name, such as `tta=True`, `split`, `step`,
+            `dataset`, or `model` for a net of your own.
+
+        Returns:
+          `accuracy` in [0, 1], both ends of its 95 % confidence interval (`interval95`), `loss`
+          (mean cross entropy, nats: the NLL), the calibration as `ece` and `reliability` (see
+          docs/reference.md), `count` (images), `per_class` (accuracy by class name, NaN without
+          examples), `confusion` [C, C] (images by true class and by prediction), and what was
+          evaluated.
+
+        Raises:
+          RunError: there is no such run or split, its data cannot be read or have changed, or
+            logits are not finite.
+        """
+        config = make_config(EvaluateConfig, {"train_dir": self.directory, **settings})
+        with tensorflow_imported():
+            from cifar_towers.inference.evaluate import evaluate_checkpoint
+
+            return evaluate_checkpoint(config)
+
+    def predict(
+        self, images: "np.ndarray | Iterable[Path | str] | Path | str", **settings: Any
+    ) -> "np.ndarray":
+        """Classify images by a checkpoint of the run.
+
+        Args:
+          images: [n, S, S, 3] uint8 levels in the training's size, or paths of image files or of
+            folders, or one path. The images of a folder are sorted by name.
+          **settings: flags of `cifar-towers predict` by name, such as `tta=True`, `step`, or
+            `model` for a net of your own.
+
+        Returns:
+          Probabilities [n, C] float64, with the classes in the order of `class_names`.
+
+        Raises:
+          RunError: there is no such run, the array has another shape or type, a file cannot be
+            read, or logits are not finite.
+        """
+        config = make_config(ComputeConfig, {"train_dir": self.directory, **settings})
+        with tensorflow_imported():
+            from cifar_towers.inference.predict import predict_probabilities
+
+            return predict_probabilities(config, images)
+
+    def export(self, **settings: Any) -> None:
+        """Export the model of a checkpoint with its preprocessing, as `cifar-towers export` does.
+
+        Args:
+          **settings: flags of `cifar-towers export` by name, such as `format="onnx"`, `out`, or
+            `model` for a net of your own.
+
+        Raises:
+          RunError: there is no such run or checkpoint, or the export does not agree with the
+            checkpoint.
+        """
+        config = make_config(ExportConfig, {"train_dir": self.directory, **settings})
+        with tensorflow_imported():
+            from cifar_towers.inference.export import export_model
+
+            export_model(config)
+
     def model(self, **settings: Any) -> "keras.Model":
         """Return the model with its preprocessing: images [B, S, S, 3] of the training's size ->
         probabilities [B, C].
@@ -175,18 +245,6 @@ class Run:
             from cifar_towers.inference.predict import TrainedModel
 
             return make_portable_model(TrainedModel(config))
-
-    def predict(
-        self, images: "np.ndarray | Iterable[Path | str] | Path | str", **settings: Any
-    ) -> "np.ndarray":
-        """Return the probabilities [n, C] of images; see `cifar_towers.predict`."""
-        config = make_config(
-            PredictConfig, {"train_dir": self.directory, "pictures": ("images",), **settings}
-        )
-        with tensorflow_imported():
-            from cifar_towers.inference.predict import predict_probabilities
-
-            return predict_probabilities(config, images)
 
     def _read_records(self) -> list[dict[str, Any]]:
         """Return all records. The file is read again only if it has changed."""

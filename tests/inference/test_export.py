@@ -11,7 +11,7 @@ import pytest
 
 from cifar_towers.checkpointing.checkpoint import checkpoint_path, write_checkpoint
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.programs import EXPORT_FORMATS, ExportConfig, PredictConfig
+from cifar_towers.config.programs import EXPORT_FORMATS, ComputeConfig, ExportConfig
 from cifar_towers.data import synthetic
 from cifar_towers.errors import DataError, RunError, UsageError
 from cifar_towers.inference import export
@@ -108,10 +108,7 @@ def write_run(config):
 @pytest.fixture(scope="module")
 def expected(runs):
     """Return the probabilities that each run's checkpoint gives to the images."""
-    configs = {
-        name: PredictConfig(**run, pictures=("images",), precision="float32")
-        for name, run in runs.items()
-    }
+    configs = {name: ComputeConfig(**run, precision="float32") for name, run in runs.items()}
     return {name: predict_probabilities(config, IMAGES) for name, config in configs.items()}
 
 

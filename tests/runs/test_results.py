@@ -15,7 +15,7 @@ from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.errors import DivergedError
 from cifar_towers.evaluation.score import Score
-from cifar_towers.inference import evaluate
+from cifar_towers.inference.evaluate import evaluate_checkpoint
 from cifar_towers.training.build import make_image_size_fn, setup_devices
 from tests.configs import TINY_NET
 from tests.messages import lines_with
@@ -85,9 +85,8 @@ def test_evaluate_reproduces_the_score_of_the_run(tiny_run):
         tta=True,
         precision="float32",
         num_gpus=3,
-        json=True,
     )
-    score = json.loads(evaluate.evaluate_checkpoint(config))
+    score = evaluate_checkpoint(config)
     expected = result["evaluations"][-1]["accuracy"]
     assert score["count"] == 500 and score["accuracy"] == pytest.approx(expected, abs=0.004)
     assert score["interval95"][0] < score["accuracy"] < score["interval95"][1]
