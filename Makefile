@@ -58,8 +58,8 @@ tensorboard: .venv/ready  ## open runs/ at http://localhost:6006
 
 ##@ Measure
 
-bench: .venv/ready  ## compare placements, strategies and numbers of towers for CONFIG, in 20 minutes
-	@$(BIN)/cifar-towers benchmark $(RECIPE) $(ARGS)
+bench: .venv/ready  ## compare placements, strategies and numbers of towers for CONFIG, a quarter of an hour
+	@$(BIN)/python scripts/benchmark.py towers $(RECIPE) $(ARGS)
 
 ##@ Develop
 

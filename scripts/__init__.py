@@ -1,3 +1,3 @@
-"""`train.py` is `cifar-towers train`. `compare_frameworks.py` measures this project, `compare.py`
-finds where two runs or revisions differ.
+"""`train.py` is `cifar-towers train`. `benchmark.py` measures this project, and `compare.py` finds
+where two runs or revisions differ.
 """

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from cifar_towers.files import read_json
-from scripts.compare_frameworks import NETS, measure
+from scripts.benchmark import NETS, measure_frameworks
 from tests.programs import COMMAND
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +32,8 @@ HEADER = "| GPUs | Driver, TensorFlow | Tests | speed94 with TTA, without | "
 HEADER += "The same with `--jit_compile` | "
 HEADER += " | ".join(STEPS.values()) + " | Failed |"
 RUNS = {"speed94": [], "speed94-xla": ["--jit_compile"]}
+BENCHMARK = [sys.executable, "scripts/benchmark.py", "towers", "--recipe=speed94"]
+FRAMEWORKS = ["ours", "ours-xla", "keras"]
 NO_GPU = "no GPU here: nothing was run, and nothing counts as passed"
 
 
@@ -39,7 +41,9 @@ def main() -> int:
     """Run all parts, even after one has failed, and return 1 if any has."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--without-bench", action="store_true", help="leave out the benchmark, 20 minutes"
+        "--without-bench",
+        action="store_true",
+        help="leave out the benchmark, a minute per case and round",
     )
     parser.add_argument(
         "--rounds", type=int, default=2, help="visits of each step; default: %(default)s"
@@ -65,7 +69,7 @@ def main() -> int:
         if _run(tests, CIFAR_TOWERS_TEST_ON_GPUS="1"):
             failed.append("tests")
         counts = read_counts(junit.read_text()) if junit.exists() else "not run"
-        if not arguments.without_bench and _run([*COMMAND, "benchmark", "--recipe=speed94"]):
+        if not arguments.without_bench and _run(BENCHMARK):
             failed.append("make bench")
         results = []
         for name, flags in RUNS.items():
@@ -81,8 +85,7 @@ def main() -> int:
                 failed.append(name)
             results.append(read_json(Path(directory, name, "result.json")))
         rates = {
-            net: measure(net, ["ours", "ours-xla", "keras"], arguments.rounds, "bfloat16")
-            for net in STEPS
+            net: measure_frameworks(net, FRAMEWORKS, "bfloat16", arguments.rounds) for net in STEPS
         }
     row = make_row(devices, counts, results, rates, failed)
     TABLE.write_text(add_row(TABLE.read_text(), row))

@@ -17,7 +17,7 @@ LAYERS = (
     ("models", "data"),
     ("multi_worker",),
     ("training", "checkpointing", "evaluation", "reporting"),
-    ("trainer", "inference", "benchmark"),
+    ("trainer", "inference"),
     ("api",),
     ("cli",),
     ("__main__",),

@@ -27,7 +27,6 @@ COMMANDS = {  # in this order: the first two train what the others read
     "export": [RUN, "--format=keras"],
     "report": ["runs/smoke-seed0", "--out=report.html"],
     "runs": [],
-    "benchmark": [*SMALL, "--towers=1", "--minutes=0"],
 }
 
 

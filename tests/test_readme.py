@@ -16,8 +16,9 @@ ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LOG = sorted((ROOT / "docs/log").glob("*.md"))
 README, PAGES = FILES[0].read_text(), "".join(path.read_text() for path in FILES)
-# flags of sbatch, tensorboard and TensorFlow, to a hyphen
+# flags of sbatch, tensorboard and TensorFlow, to a hyphen; then those of the benchmark
 OTHERS = {"job", "logdir", "tf_xla_persistent_cache_directory"}
+OTHERS |= set(re.findall(r'"--(\w+)"', (ROOT / "scripts/benchmark.py").read_text()))
 CONFIGS = {name: config_class for name, (_, config_class) in PROGRAMS.items()}
 
 MODULES = [

@@ -278,22 +278,6 @@ def runs(config: programs.RunsConfig) -> None:
         print(trained.format_table(found) if found else "no runs")
 
 
-def benchmark(config: programs.BenchmarkConfig) -> None:
-    """Measure short trainings of a recipe on this machine: placements, strategies and numbers of
-    towers.
-
-      cifar-towers benchmark --recipe=speed94 --towers=1,2,4
-
-    Without --recipe and --model the recipe is speed94; its flags are passed on. After Ctrl-C the
-    finished trainings are reported. The same command starts again.
-    """
-    api.locate_data(config)
-    with tensorflow_imported():
-        from cifar_towers.benchmark import run_benchmark
-
-        run_benchmark(config, TRAIN_COMMAND)
-
-
 def launch(config: programs.LaunchConfig) -> int:
     """Train with several workers on this machine, one process each, or supervise one process.
 
@@ -331,7 +315,6 @@ PROGRAMS: dict[str, tuple[Callable[[Any], int | None], type]] = {
     "export": (export, programs.ExportConfig),
     "report": (report, programs.ReportConfig),
     "runs": (runs, programs.RunsConfig),
-    "benchmark": (benchmark, programs.BenchmarkConfig),
     "launch": (launch, programs.LaunchConfig),
 }
 
@@ -389,8 +372,8 @@ def help_text(fields: Sequence[dataclasses.Field], description: str, is_full: bo
 
 def flag_settings(config_class: type) -> list[dataclasses.Field]:
     """Return the settings of a program that have a flag."""
-    left_out = {*names_with(config_class, group=REST), *getattr(config_class, "refused", ())}
-    return [field for field in dataclasses.fields(config_class) if field.name not in left_out]
+    rest = names_with(config_class, group=REST)
+    return [field for field in dataclasses.fields(config_class) if field.name not in rest]
 
 
 def _define(fields: Sequence[dataclasses.Field]) -> absl_flags.FlagValues:

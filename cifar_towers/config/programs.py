@@ -3,16 +3,12 @@ immediate.
 """
 
 import dataclasses
-from pathlib import Path
-from typing import ClassVar
 
 from cifar_towers.config.train_config import (
     PRECISION_HELP,
     PRECISIONS,
     REST,
     DeviceConfig,
-    TrainConfig,
-    parse_numbers,
     setting,
     settings_of,
 )
@@ -36,7 +32,7 @@ RUN_FIELDS = (
 )
 EXPORT_FORMATS = ("saved_model", "keras", "litert", "onnx")
 _run, _data, _evaluation = settings_of("Run"), settings_of("Data"), settings_of("Evaluation")
-_export, _table, _launch, _benchmark = map(settings_of, ("Export", "Table", "Launch", "Benchmark"))
+_export, _table, _launch = map(settings_of, ("Export", "Table", "Launch"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,45 +165,3 @@ class LaunchConfig:
         3, "maximum number of restarts; none after exit codes 0, 2, 3 and 4", low=0
     )
     command: tuple[str, ...] = setting((), REST, "flags of a training")
-
-
-@dataclasses.dataclass(frozen=True)
-class BenchmarkConfig(TrainConfig):
-    """Settings of `cifar-towers benchmark`: those of a training, and how to measure its step."""
-
-    refused: ClassVar[tuple[str, ...]] = (  # settings of a training that have no flag here
-        *(
-            "strategy",
-            "variable_placement",
-            "num_gpus",
-            "workers",
-            "worker_index",
-            "seeds",
-            "target_accuracy",
-        ),
-    )
-
-    train_dir: str = _benchmark("", "directory of the results; default: runs/benchmark-<recipe>")
-    towers: str = _benchmark(
-        "",
-        "numbers of towers, e.g. 1,2,4; default: 1 to all GPUs by doubling, or 1 and 2 without "
-        "GPUs",
-    )
-    minutes: float = _benchmark(
-        20.0, "time in minutes by which the rounds end, though one is always made", low=0
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        for count in self.tower_counts:
-            self.check_shares(count)
-
-    @property
-    def tower_counts(self) -> tuple[int, ...]:
-        """`towers` as numbers; empty for the default."""
-        return parse_numbers("towers", self.towers)
-
-    @property
-    def directory(self) -> Path:
-        """`train_dir`, or its default."""
-        return Path(self.train_dir or f"runs/benchmark-{self.name}")

@@ -7,11 +7,7 @@ import pytest
 from cifar_towers.checkpointing.run_directory import describe_differences
 from cifar_towers.cli.main import parse_command_line
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.programs import (
-    BenchmarkConfig,
-    EvaluateConfig,
-    ExportConfig,
-)
+from cifar_towers.config.programs import EvaluateConfig, ExportConfig
 from cifar_towers.config.train_config import make_config, names_with, recipe_fields, shared_settings
 from cifar_towers.errors import UsageError
 
@@ -65,11 +61,6 @@ REFUSALS = {  # what a program's message must mention
             "variable_placement=round_robin",
         ),
         (["--strategy=mirrored", "--hard_example_pool=4096"], "hard_example_pool=4096"),
-    ],
-    BenchmarkConfig: [
-        (["--towers=1,two"], "towers=1,two"),
-        (["--batch_size=1536", "--towers=1,5"], "1535 and 1540"),
-        (["--num_gpus=2"], "num_gpus"),
     ],
     EvaluateConfig: [
         ([], "--train_dir"),
@@ -139,7 +130,6 @@ def test_recipe_is_speed94_unless_a_recipe_or_a_model_is_given():
     expected = parse("--recipe=speed94", "--num_gpus=2")
     assert (expected.optimizer, expected.recipe, expected.name) == ("muon", "speed94", "speed94")
     assert parse("--num_gpus=2") == expected
-    assert parse(config_class=BenchmarkConfig).optimizer == "muon"
     assert parse("--model=speednet94") == parse("--recipe=") == TrainConfig()
 
 
