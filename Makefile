@@ -41,7 +41,7 @@ setup: .venv/ready  ## install what the programs need into .venv; every other ta
 train: .venv/ready  ## train CONFIG (speed94) on NUM_GPUS towers, on CIFAR-10 or else synthetic data
 	@$(BIN)/cifar-towers train $(RECIPE) --num_gpus=$(NUM_GPUS) $(ARGS)
 
-runs: .venv/ready  ## list runs and what they reached: ARGS="'speed94*' --sort=accuracy"
+runs: .venv/ready  ## list runs and what they reached: ARGS="'speed94*'"
 	@$(BIN)/cifar-towers runs $(ARGS)
 
 evaluate: .venv/ready  ## score a checkpoint of a run: ARGS='--train_dir=runs/speed94-seed0 --tta'

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +27,6 @@ WRITTEN = re.compile(
     + r"|step-\d+\.npz(\.damaged)?|\.tmp-.*"
 )
 TEMPORARY = ".tmp-"
-LOCK_PATIENCE_SECONDS = 0.5  # `is_locked` holds a lock for far less
 
 
 def belongs_to_run(name: str) -> bool:
@@ -129,32 +127,13 @@ def locked(path: Path) -> Iterator[bool]:
 
     The operating system releases the lock when the process ends, even if it is killed.
     """
-    deadline = time.monotonic() + LOCK_PATIENCE_SECONDS  # `is_locked` may be looking
     with path.open("a") as file:
-        while not (is_ours := _try_lock(file, fcntl.LOCK_EX)) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = True
+        except BlockingIOError:
+            is_ours = False
         yield is_ours
-
-
-def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock on a file.
-
-    The check itself holds a shared lock for an instant. A process in `locked` tries again after
-    that instant.
-    """
-    try:
-        with path.open("rb") as file:
-            return not _try_lock(file, fcntl.LOCK_SH)
-    except OSError:
-        return False
-
-
-def _try_lock(file: IO, operation: int) -> bool:
-    try:
-        fcntl.flock(file, operation | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 # JSON ---------------------------------------------------------------------------------------------

@@ -96,7 +96,6 @@ def words_of(command):
     """Return program and arguments of a command, as a shell passes them on; `make` says what it
     would start.
     """
-    command = re.sub(r"\$\(.*\)", "runs/speed94-seed0", command)
     words = shlex.split(command, comments=True)
     if words[0] == "make":
         words = shlex.split(make("--dry-run", *words[1:]).splitlines()[-1])

@@ -257,22 +257,16 @@ def report(config: programs.ReportConfig) -> None:
 def runs(config: programs.RunsConfig) -> None:
     """List runs with their state and what they reached.
 
-      cifar-towers runs                                 all below runs/, a line each
-      cifar-towers runs 'speed94*' --sort=accuracy      some, the best last
-      cifar-towers evaluate --train_dir=$(cifar-towers runs --best=speed94)
+      cifar-towers runs                 all below runs/, a line each
+      cifar-towers runs 'speed94*'      some of them
 
     Accuracies are those of the averaged weights if a run keeps an average, otherwise of the raw
-    weights. --best ranks runs by validation accuracy if every run has it, otherwise by test
-    accuracy.
+    weights.
     """
     from cifar_towers.inference import runs as trained
 
-    found = trained.sort_runs(
-        trained.find_runs(Path(config.runs_dir), *config.patterns), config.sort
-    )
-    if config.best:
-        print(trained.best_run(found, config.best).directory)
-    elif config.json:
+    found = trained.find_runs(Path(config.runs_dir), *config.patterns)
+    if config.json:
         print("\n".join(files.to_json(trained.describe(run)) for run in found))
     else:
         print(trained.format_table(found) if found else "no runs")

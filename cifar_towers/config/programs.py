@@ -14,22 +14,6 @@ from cifar_towers.config.train_config import (
 )
 from cifar_towers.registry import check_dataset, check_model
 
-RUN_FIELDS = (
-    *(
-        "run",
-        "recipe",
-        "data",
-        "seed",
-        "towers",
-        "state",
-        "step",
-        "split",
-        "weights",
-        "accuracy",
-        "tta_accuracy",
-    ),
-    *("images_per_sec", "minutes", "revision"),
-)
 EXPORT_FORMATS = ("saved_model", "keras", "litert", "onnx")
 _run, _data, _evaluation = settings_of("Run"), settings_of("Data"), settings_of("Evaluation")
 _export, _table, _launch = map(settings_of, ("Export", "Table", "Launch"))
@@ -126,11 +110,7 @@ class RunsConfig:
     """Settings of `cifar-towers runs`."""
 
     runs_dir: str = _run("runs", "directory below which runs are looked for")
-    sort: str = _table("", "column to sort by; default: the directory", choices=("", *RUN_FIELDS))
     json: bool = _table(False, "output as one JSON object per run and nothing else")
-    best: str = _table(
-        "", "recipe whose most accurate finished run is printed as a directory, and nothing else"
-    )
     patterns: tuple[str, ...] = setting((), REST, "patterns of names, e.g. 'speed94*'")
 
 

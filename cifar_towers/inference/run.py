@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import keras
     import numpy as np
 
-RUNNING, DONE, STOPPED = "running", "done", "stopped"
 PER_RUN = names_with(
     TrainConfig, per_run=True
 )  # settings that may differ between the runs of a group
@@ -114,14 +113,8 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`running` if a process trains the run now, otherwise `done` or `stopped`."""
-        return (
-            RUNNING
-            if files.is_locked(self.directory / files.LOCK)
-            else DONE
-            if self.finished
-            else STOPPED
-        )
+        """The state of the run in tables: `done` if it has a result, otherwise `unfinished`."""
+        return "done" if self.finished else "unfinished"
 
     @property
     def title(self) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from cifar_towers import files
 from cifar_towers.errors import UsageError, printable
 from cifar_towers.evaluation.score import reported_score, score_name
-from cifar_towers.inference.run import DONE, Run
+from cifar_towers.inference.run import Run
 from cifar_towers.reporting.records import align_columns
 
 MAX_NAME = 44  # characters of a group's name
@@ -80,9 +80,7 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
 
 
 def describe(run: Run) -> dict[str, Any]:
-    """Return a run's values by the names of `config.programs.RUN_FIELDS`. Accuracies are
-    fractions.
-    """
+    """Return what the table and `runs --json` show of a run. Accuracies are fractions."""
     config, environment, result, scores = run.config, run.environment, run.result or {}, run.scores
     reported = run.reported_score or {}
     plain = scores.get(score_name({**reported, "tta": False}), {}) if reported else {}
@@ -105,54 +103,15 @@ def describe(run: Run) -> dict[str, Any]:
     }
 
 
-def sort_runs(runs: Sequence[Run], key: str) -> list[Run]:
-    """Sort by a field, ascending, with the runs that lack it first. Without a key the order
-    stays.
+def shared_score(runs: Sequence[Run]) -> str:
+    """Return the name of a test score that all runs have, or an empty string.
+
+    The score is of averaged weights and with TTA, if possible.
     """
-    if not key:
-        return [*runs]
-    rows = [(value is not None, value, run) for run in runs for value in [describe(run)[key]]]
-    return [run for *_, run in sorted(rows, key=lambda row: row[:2] if row[0] else row[:1])]
-
-
-def best_run(runs: Sequence[Run], recipe: str) -> Run:
-    """Return the finished run of a recipe with the highest accuracy: on validation images if every
-    run has it.
-
-    Otherwise the runs are ranked by test accuracy. They are compared with TTA if every run was
-    scored with it.
-
-    Raises:
-      UsageError: no run of the recipe is finished, or the finished ones were scored on different
-        images.
-    """
-    done = [run for run in runs if run.title == recipe and run.state == DONE and run.scores]
-    if not done:
-        raise UsageError(f"no run of {recipe} is finished")
-    kind = shared_score(done, ("validation", "test"))
-    digests = {
-        str(run.environment.get("data_sha256", {}).get(kind.partition("/")[0])) for run in done
-    }
-    if len(digests) > 1 or not kind:
-        raise UsageError(
-            f"finished runs of {recipe} were scored on different images; give a pattern of names "
-            "too"
-        )
-    return max(done, key=lambda run: run.scores[kind]["accuracy"])
-
-
-def shared_score(runs: Sequence[Run], splits: Sequence[str] = ("test", "validation")) -> str:
-    """Return the name of a score that all runs have, or an empty string.
-
-    The score is that of the first of `splits` that all have, of averaged weights and with TTA if
-    possible.
-    """
-    names = set.intersection(*({*run.scores} for run in runs))
+    names = set.intersection(*(set(run.scores) for run in runs))
     shared = [score for name, score in runs[0].scores.items() if name in names]
-    of_splits = (
-        reported_score([score for score in shared if score["split"] == split]) for split in splits
-    )
-    return next((score_name(score) for score in of_splits if score), "")
+    reported = reported_score([score for score in shared if score["split"] == "test"])
+    return score_name(reported) if reported else ""
 
 
 def format_table(runs: Sequence[Run]) -> str:
@@ -231,7 +190,7 @@ def compare_groups(groups: Sequence[Group]) -> list[str]:
     lines = []
     for one, other in combinations([group for group in groups if len(group.finished) > 1], 2):
         runs = [*one.finished, *other.finished]
-        kind, title = shared_score(runs, ("test",)), f"{one.name} - {other.name}"
+        kind, title = shared_score(runs), f"{one.name} - {other.name}"
         if (
             not kind
             or len({(run.step, str(run.environment.get("data_sha256"))) for run in runs}) > 1
