@@ -149,7 +149,7 @@ def _draw_lines(
     for start in range(0, len(lines), MAX_CURVES):
         part = dict(list(lines.items())[start : start + MAX_CURVES])
         ends = "; ".join(f"{name} {y[-1]:,.4g}" for name, (_, y, *_) in part.items())
-        yield f"{title} by epoch; at the end: {ends}", figures.png(figures.line_plot(part, title))
+        yield f"{title} by epoch; at the end: {ends}", figures.line_plot(part, title)
 
 
 def mean_curve(histories: Sequence[Mapping[float, float]]) -> tuple[np.ndarray, ...]:

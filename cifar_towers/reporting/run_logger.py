@@ -381,7 +381,7 @@ class RunLogger:
             pictures.append((files.CONFUSION, "confusion", matrix))
         for file, _, picture in pictures:
             with files.BestEffortWrites(self.directory / file):
-                files.write_whole(self.directory / file, figures.png(picture))
+                files.write_whole(self.directory / file, picture)
         self.tensorboard.write(
             EVAL, step, {}, {f"{tag}/{evaluation.split}": picture for _, tag, picture in pictures}
         )

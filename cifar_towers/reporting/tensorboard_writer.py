@@ -50,11 +50,11 @@ class TensorBoardWriter:
         name: str,
         step: int,
         scalars: Mapping[str, float],
-        images: Mapping[str, np.ndarray] | None = None,
+        images: Mapping[str, bytes] | None = None,
         histograms: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Write values by tag into the directory `name`: scalars, images [h, w, 3] and histograms
-        of arrays.
+        """Write values by tag into the directory `name`: scalars, PNG images and histograms of
+        arrays.
         """
         with self._best_effort:
             writer = self._writer(name)
@@ -69,7 +69,7 @@ class TensorBoardWriter:
                         b"".join(summaries)
                     )  # joined, they are one `Summary`
                 for tag, picture in (images or {}).items():
-                    tf.summary.image(tag, picture[None])
+                    tf.summary.image(tag, tf.io.decode_png(picture, channels=3)[None])
                 for tag, values in (histograms or {}).items():
                     tf.summary.write(tag, _histogram(values), metadata=HISTOGRAM)
             writer.flush()
@@ -83,9 +83,7 @@ class TensorBoardWriter:
         with self._best_effort, self._writer(TRAIN).as_default(0):
             tf.summary.graph(graph)
 
-    def write_diagnostics(
-        self, step: int, picture: np.ndarray, diagnostics: StepDiagnostics
-    ) -> None:
+    def write_diagnostics(self, step: int, picture: bytes, diagnostics: StepDiagnostics) -> None:
         """Write a picture of the input, layers' outputs with their sparsity, weights, and mean
         gradients.
         """

@@ -84,8 +84,8 @@ def test_an_evaluation_leaves_pictures_of_the_score_that_the_run_reports(tmp_pat
     }
 
 
-def test_a_thousand_classes_have_mistakes_but_no_confusion_matrix(tmp_path):
-    logger, split = logger_of(tmp_path, 1000, 2000)
+def test_31_classes_have_mistakes_but_no_confusion_matrix(tmp_path):
+    logger, split = logger_of(tmp_path, 31, 62)
     (record,) = logger.log_evaluation(
         1, evaluate(split, ("raw", False)), {"test": split}, final=True
     )

@@ -9,7 +9,7 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
 from cifar_towers.reporting.tensorboard_writer import TensorBoardWriter
-from tests.runs.short_runs import events_of, tensors_of
+from tests.runs.short_runs import events_of, png_of, tensors_of
 
 SETTINGS = {"recipe": "speed94", "lr": 0.25, "batch_size": 512, "ema": True}
 
@@ -17,7 +17,7 @@ SETTINGS = {"recipe": "speed94", "lr": 0.25, "batch_size": 512, "ema": True}
 def test_image_and_scalars_are_read_back(tmp_path):
     shown = np.random.default_rng(0).integers(0, 256, (4, 7, 3), np.uint8)
     writer = TensorBoardWriter(tmp_path)
-    writer.write("eval", 5, {"losses/total_loss (raw)": 0.5}, {"mistakes/test": shown})
+    writer.write("eval", 5, {"losses/total_loss (raw)": 0.5}, {"mistakes/test": png_of(shown)})
     events = events_of(tmp_path / "eval")
     assert tensors_of(events, "losses/total_loss (raw)") == {5: 0.5}
     width, height, png = tensors_of(events, "mistakes/test")[5]

@@ -56,7 +56,11 @@ def small_runs(*splits):
 
 
 def draw_nothing(*_):
-    return np.zeros([8, 8, 3], np.uint8)
+    return png_of(np.zeros([8, 8, 3], np.uint8))
+
+
+def png_of(image):
+    return tf.io.encode_png(image).numpy()
 
 
 def run(config, train_dir="", stop=None, callbacks=(), **settings):
