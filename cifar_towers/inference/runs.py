@@ -20,7 +20,6 @@ from cifar_towers.evaluation.score import reported_score, score_name
 from cifar_towers.inference.run import Run
 from cifar_towers.reporting.records import align_columns
 
-MAX_NAME = 44  # characters of a group's name
 COLUMNS = (
     "recipe",
     "data",
@@ -134,7 +133,7 @@ def _cell(value: Any) -> str:
 class Group(NamedTuple):
     """Runs with the same settings, data and code of the user's, one of each seed."""
 
-    name: str
+    name: str  # of the directory that holds only these runs, or of the recipe and what differs
     runs: list[Run]
     left_out: list[str]  # names of more runs with the same seeds
 
@@ -152,31 +151,61 @@ class Group(NamedTuple):
 
 
 def group_by_recipe(runs: Sequence[Run]) -> list[Group]:
-    """Group runs that differ only in the seed. Of several runs with one seed the first finished one
-    counts.
+    """Group runs that differ only in the seed.
 
-    A group is named after its recipe and up to two settings that distinguish it from other groups
-    of this recipe.
+    Of several runs with one seed, the first finished one counts.
     """
     by_recipe: dict[str, list[Run]] = {}
     for run in runs:
-        by_recipe.setdefault(json.dumps(run.recipe, sort_keys=True), []).append(run)
-    groups: list[Group] = []
+        recipe = json.dumps(run.recipe, sort_keys=True)
+        by_recipe.setdefault(recipe, []).append(run)
+
+    groups = []
     for members in by_recipe.values():
-        recipe, title = members[0].recipe, members[0].title
-        others = [other[0].recipe for other in by_recipe.values() if other[0].title == title]
-        differing = [
-            key for key in recipe if any(other.get(key) != recipe[key] for other in others)
-        ]
-        name = ", ".join([title, *(f"{key}={recipe[key]}" for key in differing[:2])])[:MAX_NAME]
-        namesakes = sum(group.name.partition(" #")[0] == name for group in groups)
-        by_seed: dict[Any, Run] = {}
-        for run in sorted(members, key=lambda run: not run.finished):
-            by_seed.setdefault(run.config.get("seed"), run)
-        counted = [run for run in members if run in by_seed.values()]
+        others = [other for other in by_recipe.values() if other is not members]
+        name = _shared_directory(members, others) or _distinct_recipe(members, others)
+        counted = _count_seeds_once(members)
         left_out = [run.name for run in members if run not in counted]
-        groups.append(Group(f"{name} #{namesakes + 1}" if namesakes else name, counted, left_out))
+        groups.append(Group(name, counted, left_out))
     return groups
+
+
+def _shared_directory(members: Sequence[Run], others: Sequence[Sequence[Run]]) -> str:
+    """Return the directory that holds all runs of a group and none of another, or an empty
+    string.
+    """
+    directory = os.path.commonpath([Path(run.name).parent for run in members])
+    if not directory:  # the one that holds all runs
+        return ""
+    for group in others:
+        if any(Path(run.name).is_relative_to(directory) for run in group):
+            return ""
+    return directory
+
+
+def _distinct_recipe(members: Sequence[Run], others: Sequence[Sequence[Run]]) -> str:
+    """Return a group's recipe, with its values of the settings in which groups of this recipe
+    differ.
+    """
+    title = members[0].title
+    namesakes = [group[0].recipe for group in others if group[0].title == title]
+
+    settings = []
+    for key, value in members[0].recipe.items():
+        if any(recipe.get(key) != value for recipe in namesakes):
+            settings.append(f"{key}={value}")
+    return ", ".join([title, *settings])
+
+
+def _count_seeds_once(members: Sequence[Run]) -> list[Run]:
+    """Return one run of each seed: the first finished one, or the first."""
+    finished = [run for run in members if run.finished]
+    unfinished = [run for run in members if not run.finished]
+
+    by_seed: dict[Any, Run] = {}
+    for run in finished + unfinished:
+        by_seed.setdefault(run.config.get("seed"), run)
+    return [run for run in members if run in by_seed.values()]
 
 
 def compare_groups(groups: Sequence[Group]) -> list[str]:

@@ -243,9 +243,24 @@ def test_groups_are_compared_by_a_score_that_all_have(tmp_path):
     assert line.startswith("one - raw") and line.endswith("; test/raw_tta")
 
 
-def test_long_group_names_are_shortened_and_distinct(tmp_path):
-    runs = [make_run(tmp_path / f"r{i}", "n" * 100 + str(i), last_step=2) for i in range(2)]
-    assert [len(name) for name in group_names(runs)] == [44, 47]
+def test_a_group_is_called_by_the_directory_that_holds_only_its_runs(tmp_path):
+    """Otherwise by its recipe, and by the setting that differs from others of this recipe."""
+    for folder, batch_size in (("plain", 512), ("large/all", 1024), ("large/rest", 1024)):
+        make_runs(tmp_path / folder, 2, batch_size=batch_size)
+    for folder, batch_size in (("mixed", 128), ("mixed/small", 64)):
+        make_runs(tmp_path / folder, 2, batch_size=batch_size)
+    make_runs(tmp_path, 2, "resnet20")
+    make_runs(tmp_path, 2, batch_size=256)
+    assert list(group_names([tmp_path])) == [
+        "large",
+        "mixed/small",
+        "speed94, batch_size=128",
+        "plain",
+        "resnet20",
+        "speed94, batch_size=256",
+    ]
+    assert list(group_names([tmp_path / "plain"])) == ["speed94"]
+    assert list(group_names([tmp_path / "large", tmp_path / "plain"])) == ["large", "plain"]
 
 
 def test_a_directory_stands_for_the_runs_in_it_each_once(tmp_path):
