@@ -26,7 +26,6 @@ OPTIMIZERS = (
     "muon",
     "adamw",
 )  # `training.optimizers.make_optimizer` has the update rules of each
-OPTIMIZERS_BY_LENGTH = ("muon",)  # the update depends on the number of steps in the run
 BUILT_IN = (
     "cifar10",
     "synthetic",

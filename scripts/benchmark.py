@@ -256,7 +256,7 @@ def short_training(config: TrainConfig, on_gpus: bool) -> list[str]:
         "--image_size_schedule=",
         "--whitening_epochs=0",
         "--eval_every_epochs=0",
-        "--tta=0",
+        "--notta",
         f"--summary_every_steps={10 * WINDOW_STEPS}",  # rates are written ten times as often
     ]
 

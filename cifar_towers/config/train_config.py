@@ -23,7 +23,6 @@ from cifar_towers.registry import (
     BUILT_IN,
     MODELS,
     OPTIMIZERS,
-    OPTIMIZERS_BY_LENGTH,
     check_function_name,
     find_source,
     split_function,
@@ -265,7 +264,7 @@ class TrainConfig(DeviceConfig):
         "directory of a trained run, whose newest weights this run starts with where name and "
         "shape are equal",
     )
-    epochs: float = _run.recipe(8.0, "number of passes over the training set", low=0, high=1e6)
+    epochs: float = _run.recipe(8.0, "number of passes over the training set", low=1e-6, high=1e6)
     max_steps: int = _run.free(
         0, "number of steps after which the run stops and is evaluated; 0: no limit", low=0
     )
@@ -451,11 +450,9 @@ class TrainConfig(DeviceConfig):
 
     def run_length(self, steps_per_epoch: int) -> schedules.RunLength:
         """Return the run's length, which `max_steps` may cut short."""
-        total = (
-            max(math.ceil(schedules.to_steps(self.epochs, steps_per_epoch)), self.epochs > 0)
-            or self.max_steps
-        )
-        return schedules.RunLength(steps_per_epoch, total, min(total, self.max_steps or total))
+        total = math.ceil(schedules.to_steps(self.epochs, steps_per_epoch))
+        last = min(total, self.max_steps) if self.max_steps else total
+        return schedules.RunLength(steps_per_epoch, total, last)
 
     def evaluate_every_steps(self, length: schedules.RunLength) -> int:
         """Return the number of steps between evaluations before the end of a run; 0: none."""
@@ -562,10 +559,6 @@ CONFLICTS: tuple[
         "strategy=multi_worker trains one run; give one seed at a time",
     ),
     (
-        lambda c: not (c.epochs or c.max_steps),
-        "epochs=0 and max_steps=0 leave nothing to do; give one of them",
-    ),
-    (
         lambda c: c.strategy != "multi_worker" and (c.workers or c.worker_index >= 0),
         "settings of a cluster need --strategy=multi_worker; give it too, or leave them out",
     ),
@@ -639,19 +632,8 @@ def make_config(config_class: type[Config], settings: Mapping[str, Any]) -> Conf
 def recipe_fields(config: TrainConfig) -> dict[str, Any]:
     """Return the settings that decide what is trained: a resumed run and all workers of a cluster
     have them in common.
-
-    `max_steps` belongs to the recipe if a schedule depends on the length of the run.
     """
-    by_length = (
-        "%" in config.learning_rate_schedule + config.image_size_schedule or config.lookahead
-    )
-    by_length |= config.optimizer in OPTIMIZERS_BY_LENGTH
-    left_out = set(names_with(TrainConfig, on_resume="allow"))
-    if config.epochs == 0 and by_length:
-        left_out -= {"max_steps"}
-    return {
-        name: value for name, value in dataclasses.asdict(config).items() if name not in left_out
-    }
+    return {name: getattr(config, name) for name in names_with(TrainConfig, on_resume="refuse")}
 
 
 def shared_settings(config: TrainConfig) -> dict[str, Any]:

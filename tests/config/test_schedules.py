@@ -43,7 +43,7 @@ def test_percentages_fall_on_their_exact_step():
         )
         assert [side_at(step) for step in (2 * percent - 1, 2 * percent)] == [32, 24]
         assert TrainConfig(epochs=percent / 100).run_length(100).total == percent
-    assert TrainConfig(epochs=1e-9).run_length(100).total == 1
+    assert TrainConfig(epochs=1e-6).run_length(1).total == 1
 
 
 @pytest.mark.parametrize(

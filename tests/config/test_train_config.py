@@ -52,7 +52,7 @@ REFUSALS = {  # what a program's message must mention
         (["--seed=1", "--seeds=2,3"], "seeds=2,3"),
         (["--strategy=multi_worker", "--seeds=0,1"], "strategy=multi_worker"),
         (["--overwrite", "--seeds=2,3"], "seeds=2,3"),
-        (["--epochs=0"], "max_steps=0"),
+        (["--epochs=0"], "epochs=0.0 is too small"),
         (["--loss=tests.nets:loss", "--label_smoothing=0.2"], "label_smoothing=0"),
         (["--worker_index=1"], "--strategy=multi_worker"),
         (["--batch_statistics=synchronized", "--micro_batches=2"], "micro_batches"),
@@ -145,13 +145,16 @@ def test_every_recipe_parses_and_states_its_command_and_claim(path):
     assert re.search(r"not yet measured|n=\d+|seed", header)
 
 
-def test_max_steps_belongs_to_the_recipe_where_schedules_depend_on_it():
-    by_length = TrainConfig(epochs=0, max_steps=100)
-    by_epochs = dataclasses.replace(by_length, learning_rate_schedule="step:350=0.1")
-    assert "max_steps" in recipe_fields(by_length)
-    assert "max_steps" in recipe_fields(dataclasses.replace(by_epochs, lookahead=True))
-    assert "max_steps" not in recipe_fields(by_epochs)
-    assert "max_steps" not in recipe_fields(TrainConfig(epochs=8, max_steps=100))
+def test_epochs_are_the_length_which_max_steps_only_cuts_short():
+    assert TrainConfig(epochs=2).run_length(10) == (10, 20, 20)
+    assert TrainConfig(epochs=2, max_steps=5).run_length(10) == (10, 20, 5)
+    assert TrainConfig(epochs=2, max_steps=50).run_length(10) == (10, 20, 20)
+    assert "max_steps" not in recipe_fields(TrainConfig())
+
+
+def test_cifarnet_trains_100_000_steps_as_the_tutorial_does():
+    config = parse("--recipe=cifarnet")
+    assert config.run_length(50_000 // config.batch_size).last == 100_000
 
 
 @pytest.mark.parametrize(

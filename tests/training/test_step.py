@@ -26,7 +26,7 @@ RATES = {
     "momentum": 0.9,
     "nesterov": False,
 }
-cifarnet = partial(recipe, "cifarnet", batch_size=24, epochs=8, max_steps=0, **RATES)
+cifarnet = partial(recipe, "cifarnet", batch_size=24, epochs=8, **RATES)
 
 
 def trained(towers, examples, precision, steps, **settings):
