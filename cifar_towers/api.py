@@ -73,7 +73,7 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
 
 
 def locate_data(config: TrainConfig) -> tuple["Source", TrainConfig]:
-    """Locate the data of a run. If synthetic data replace CIFAR-10, the default directory says so.
+    """Locate the data of a run, and return the config with the default directory for them.
 
     Raises:
       DataError: there are no such data.
@@ -81,11 +81,18 @@ def locate_data(config: TrainConfig) -> tuple["Source", TrainConfig]:
     from cifar_towers.data import sources
 
     source = sources.find(config.dataset, config.data_dir)
+    return source, name_directory(config, source)
+
+
+def name_directory(config: TrainConfig, source: "Source") -> TrainConfig:
+    """Return the config with its default directory, which says if synthetic data replace
+    CIFAR-10.
+    """
     if source.banner and not config.train_dir:
         config = dataclasses.replace(
             config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}"
         )
-    return source, config
+    return config
 
 
 def train_run(

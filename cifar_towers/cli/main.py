@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 import logging
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -132,44 +131,30 @@ def train(config: TrainConfig) -> None:
 
 
 def train_seeds(config: TrainConfig) -> None:
-    """Train one run for each seed; print mean, standard deviation and n of the final accuracies.
+    """Train one run for each seed, and print what `runs` prints of a group.
 
     If seeds diverge, the others are trained and counted before a DivergedError is raised.
     """
-    from cifar_towers.evaluation.score import score_name
-    from cifar_towers.inference.runs import Sample
-    from cifar_towers.reporting.phase_timer import training_seconds
-    from cifar_towers.reporting.run_logger import program
+    from cifar_towers.inference.runs import summarize_groups
 
-    runs = [api.locate_data(config.of_seed(seed)) for seed in parse_numbers("seeds", config.seeds)]
-    results, diverged = [], []
-    for source, run in runs:
+    source, _ = api.locate_data(config)
+    trained = []
+    diverged = []
+    for seed in parse_numbers("seeds", config.seeds):
+        run_config = api.name_directory(config.of_seed(seed), source)
         try:
-            results.append(api.train_run(run, source, StopSignals()))
+            api.train_run(run_config, source, StopSignals())
+            trained.append(run_config.directory)
         except DivergedError as error:
-            diverged.append(f"seed {run.seed} diverged: {error}")
+            diverged.append(f"seed {seed} diverged: {error}")
             log.error(diverged[-1])
-        if keras := sys.modules.get("keras"):  # not if every run so far was finished before
-            keras.backend.clear_session()
-    accuracies: dict[str, list[float]] = {}
-    for score in (score for result in results for score in result["evaluations"]):
-        accuracies.setdefault(score_name(score), []).append(score["accuracy"])
-    seconds = [training_seconds(result["seconds"]) for result in results if result["reached"]]
-    if config.target_accuracy:
-        mean = f", after {Sample.of(seconds).mean:.1f} s of training in the mean" if seconds else ""
-        print(
-            f"stopped at {100 * config.target_accuracy:.2f} %: {len(seconds)} of {len(runs)}{mean}"
-        )
-    print(
-        f"{config.name}, seeds {config.seeds.replace(',', ', ')}: {len(results)} of {len(runs)} "
-        "finished"
-    )
-    for name, values in accuracies.items():
-        print(f"accuracy, {name}: {Sample.of(values).describe_percent()}")
-    directories = (
-        [config.train_dir] if config.train_dir else [str(run.directory) for _, run in runs]
-    )
-    print(f"next: {shlex.join([program('cifar-towers'), 'report', *directories])}")
+        if "keras" in sys.modules:  # not if every run so far was finished before
+            sys.modules["keras"].backend.clear_session()
+
+    root = config.directory.parent  # so that a group is called as `runs` calls it
+    runs = [load_run(path, str(path.relative_to(root))) for path in trained]
+    for line in summarize_groups(runs):
+        print(line)
     if diverged:
         raise DivergedError("; ".join(diverged))
 
@@ -261,7 +246,9 @@ def runs(config: programs.RunsConfig) -> None:
       cifar-towers runs 'speed94*'      some of them
 
     Accuracies are those of the averaged weights if a run keeps an average, otherwise of the raw
-    weights.
+    weights. Runs that differ only in the seed are a group: below the table are the mean of its
+    accuracies, their standard deviation and number. If there are two groups, their difference
+    follows.
     """
     from cifar_towers.inference import runs as trained
 
@@ -270,6 +257,9 @@ def runs(config: programs.RunsConfig) -> None:
         print("\n".join(files.to_json(trained.describe(run)) for run in found))
     else:
         print(trained.format_table(found) if found else "no runs")
+        groups = trained.summarize_groups(found)
+        if groups:
+            print("", *groups, sep="\n")
 
 
 def launch(config: programs.LaunchConfig) -> int:

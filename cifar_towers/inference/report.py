@@ -15,7 +15,7 @@ import numpy as np
 from cifar_towers import files
 from cifar_towers.evaluation.score import score_name
 from cifar_towers.inference.run import Run
-from cifar_towers.inference.runs import Group, Sample, compare_groups, flatten, group_by_recipe
+from cifar_towers.inference.runs import Group, compare_groups, flatten, group_by_recipe
 from cifar_towers.reporting import figures
 from cifar_towers.reporting.phase_timer import training_seconds
 from cifar_towers.reporting.records import format_number, format_rate
@@ -108,10 +108,10 @@ def _result_row(run: Run, scores: Sequence[str]) -> Row:
 
 def _mean_row(group: Group, scores: Sequence[str]) -> Row:
     """Return mean, deviation and n of the accuracies of a group's finished runs."""
+    means = group.means
     row = {"mean of": f"{group.name}\n{group.describe_seeds()}"}
     for name in scores:
-        values = [run.scores[name]["accuracy"] for run in group.finished if name in run.scores]
-        row[f"accuracy\n{name}"] = Sample.of(values).describe_percent() if values else "-"
+        row[f"accuracy\n{name}"] = means[name].describe_percent() if name in means else "-"
     return row
 
 

@@ -199,6 +199,25 @@ def test_difference_reads_in_the_order_of_its_names(pairs):
     )
 
 
+def test_table_is_followed_by_the_means_of_groups_and_the_difference_of_two(pairs, listed):
+    place = pairs[0].parent
+    means = ["lr0.3: test/raw 90.00 ± 1.41 % (n=2)", "lr1.5: test/raw 94.40 ± 0.14 % (n=2)"]
+    difference = "lr0.3 - lr1.5: -4.40 points (95 % -8.72 to -0.08), n=2 and 2; test/raw"
+    make_runs(place, 2, "single")
+    (place / "single-seed1/result.json").unlink()
+    assert listed(place).split("\n\n")[-1].splitlines() == [*means, difference]
+
+    make_runs(place, 2, "third")
+    third = "third: test/raw 85.60 ± 0.85 % (n=2), test/raw_tta 86.20 ± 0.85 % (n=2)"
+    assert listed(place).split("\n\n")[-1].splitlines() == [*means, third]
+
+
+def test_runs_without_repetitions_have_no_line_below_the_table(tmp_path, listed):
+    make_run(tmp_path / "one")
+    make_run(tmp_path / "other", seed=1, batch_size=2)
+    assert listed(tmp_path).endswith(f"{trained.NOTE}\n")
+
+
 def test_a_seed_counts_once_and_the_line_names_what_is_left_out(tmp_path, pairs):
     write_scores(make_run(tmp_path / "again", "lr1.5", 0), {"accuracy": 0.5})
     make_run(tmp_path / "begun", "lr1.5", 0, finished=False)

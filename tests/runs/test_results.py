@@ -2,23 +2,25 @@
 
 import json
 import socket
-from dataclasses import replace
+from dataclasses import asdict, replace
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from cifar_towers import trainer
+from cifar_towers import files, trainer
 from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_checkpoint
 from cifar_towers.cli.main import train_seeds
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.config.schedules import RunLength
+from cifar_towers.data import sources
 from cifar_towers.errors import DivergedError
 from cifar_towers.evaluation.score import Score
 from cifar_towers.inference.evaluate import evaluate_checkpoint
 from cifar_towers.training.build import make_image_size_fn, setup_devices
 from tests.configs import TINY_NET
 from tests.messages import lines_with
+from tests.programs import call
 from tests.runs.short_runs import STEPS, TINY, records_of, run
 
 
@@ -163,26 +165,27 @@ def test_synthetic_data_that_replace_cifar10_are_named_everywhere(tmp_path, monk
 
 
 def test_seeds_are_summarized_without_those_that_diverge(tmp_path, monkeypatch, capsys):
-    """One of them has not reached the target."""
-    accuracies, seconds = {0: 0.94, 2: 0.92, 3: 0.96}, {0: 10.0, 2: 99.0, 3: 20.0}
+    """The data are located once. The last line is one of those below the table of runs."""
+    accuracies = {0: 0.94, 2: 0.92, 3: 0.96}
 
     def train(config, *_, **__):
+        files.write_json(config.directory / files.CONFIG, asdict(config))
         if config.seed not in accuracies:
             raise DivergedError("step 6")
-        accuracy = accuracies[config.seed]
-        evaluation = {"split": "test", "weights": "ema", "tta": False, "accuracy": accuracy}
-        reached = accuracy if accuracy >= config.target_accuracy else None
-        return {
-            "reached": reached,
-            "seconds": {"train": seconds[config.seed]},
-            "evaluations": [evaluation],
-        }
+        evaluation = {"split": "test", "weights": "ema", "tta": False}
+        evaluation["accuracy"] = accuracies[config.seed]
+        result = {"step": 1, "seconds": {"train": 1.0}, "evaluations": [evaluation]}
+        files.write_json(config.directory / files.RESULT, result)
+        return result
 
     monkeypatch.setattr(trainer, "train", train)
+    find = Mock(side_effect=sources.find)
+    monkeypatch.setattr(sources, "find", find)
     with pytest.raises(DivergedError, match="seed 1 .*step 6"):
-        train_seeds(replace(TINY, train_dir=str(tmp_path), seeds="0,1,2,3", target_accuracy=0.94))
-    output = capsys.readouterr().out
-    assert lines_with(output, "94.00 %", "2 of 4", "15.0 s") and lines_with(
-        output, "0, 1, 2, 3", "3 of 4"
-    )
-    assert lines_with(output, "test/ema", "94.00 ± 2.00 %", "n=3")
+        train_seeds(replace(TINY, train_dir=str(tmp_path / "plain"), seeds="0,1,2,3"))
+    find.assert_called_once()
+    line = "plain: test/ema 94.00 ± 2.00 % (n=3)\n"
+    assert capsys.readouterr().out == line
+
+    assert call(monkeypatch, "runs", f"--runs_dir={tmp_path}") == 0
+    assert capsys.readouterr().out.endswith(f"\n\n{line}")
