@@ -160,15 +160,15 @@ def train_seeds(config: TrainConfig) -> None:
 
 
 def resolve_cluster(config: TrainConfig, environment: Mapping[str, str]) -> Workers | None:
-    """Return the workers of strategy=multi_worker, from flags, `TF_CONFIG` or Slurm's variables;
-    None for one process.
+    """Return the workers of strategy=multi_worker, from `TF_CONFIG` or Slurm's variables; None
+    for one process.
 
     Raises:
       UsageError: no workers are given, they make no cluster, or they cannot share the batch evenly.
     """
     if config.strategy != "multi_worker":
         return None
-    cluster = cluster_spec.resolve_cluster(config.workers, config.worker_index, environment)
+    cluster = cluster_spec.resolve_cluster(environment)
     config.check_shares(max(config.num_gpus, 1) * cluster.size)
     return cluster
 
@@ -277,16 +277,10 @@ def launch(config: programs.LaunchConfig) -> int:
             "a restart would not know what --overwrite has deleted; delete the run's directory "
             "yourself"
         )
-    if not config.num_workers:
-        resolve_cluster(training, os.environ)
-    elif training.workers or training.worker_index >= 0:
-        raise UsageError(
-            f"num_workers={config.num_workers} starts workers on this machine, at addresses of "
-            "its own; leave --workers and --worker_index, or leave --num_workers on each of "
-            "several machines"
-        )
-    else:
+    if config.num_workers:
         training.check_shares(max(training.num_gpus, 1) * config.num_workers)
+    else:
+        resolve_cluster(training, os.environ)
     return launcher.launch(
         [*TRAIN_COMMAND, *config.command], config.num_workers, config.max_restarts, log.info
     )

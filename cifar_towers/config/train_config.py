@@ -166,7 +166,6 @@ def parse_profile_steps(text: str) -> tuple[int, int] | None:
 _towers, _run, _data, _model, _optimizer = map(
     Section, ("Towers", "Run", "Data", "Model", "Optimizer")
 )
-_cluster = Section("Cluster", per_worker=True, per_run=True)
 _reporting = Section("Reporting", per_run=True)
 
 
@@ -224,17 +223,6 @@ class TrainConfig(DeviceConfig):
     )
     log_device_placement: bool = _towers.free(
         False, "logged device of each variable and tower", per_worker=True, per_run=True
-    )
-
-    workers: str = _cluster.free(
-        "",
-        "host:port of every worker of strategy=multi_worker, e.g. a:5000,b:5000; empty: from "
-        "TF_CONFIG or Slurm",
-    )
-    worker_index: int = _cluster.free(
-        -1,
-        "index of this process; worker 0 writes train_dir; -1: from TF_CONFIG or Slurm's variables",
-        low=-1,
     )
 
     recipe: str = _run.free(
@@ -557,10 +545,6 @@ CONFLICTS: tuple[
     (
         lambda c: c.seeds and c.strategy == "multi_worker",
         "strategy=multi_worker trains one run; give one seed at a time",
-    ),
-    (
-        lambda c: c.strategy != "multi_worker" and (c.workers or c.worker_index >= 0),
-        "settings of a cluster need --strategy=multi_worker; give it too, or leave them out",
     ),
     (
         lambda c: c.batch_statistics == "synchronized" and c.micro_batches != 1,

@@ -5,7 +5,6 @@ each other.
 import dataclasses
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from cifar_towers.errors import UsageError
 
 SLURM_PORTS = 20_000  # the first port of jobs under Slurm, and the number of their ports
 MAX_TASKS_PER_NODE = 1024  # of a job under Slurm
+EXAMPLE = '{"cluster": {"worker": ["a:5000", "b:5000"]}, "task": {"type": "worker", "index": 0}}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,31 +72,27 @@ class Workers:
 ALONE = Workers()
 
 
-def resolve_cluster(workers: str, worker_index: int, environment: Mapping[str, str]) -> Workers:
-    """Read the cluster from the flags, or else from `TF_CONFIG`, or else from Slurm's variables.
+def resolve_cluster(environment: Mapping[str, str]) -> Workers:
+    """Read the cluster from `TF_CONFIG`, or else from Slurm's variables.
 
     Raises:
       UsageError: the workers are not named anywhere, or they make no cluster.
     """
-    if workers:
-        addresses, index = workers.split(","), worker_index
-    elif environment.get("TF_CONFIG"):
+    if environment.get("TF_CONFIG"):
         addresses, index = _from_tf_config(json.loads(environment["TF_CONFIG"]))
     elif "SLURM_PROCID" in environment:
         addresses, index = _from_slurm(environment)
     else:
         raise UsageError(
-            "strategy=multi_worker needs to know its workers; give --workers=host:port,... and "
-            "--worker_index, or set TF_CONFIG, or start it with srun"
+            "strategy=multi_worker needs to know its workers; start it with srun, or set "
+            f"TF_CONFIG='{EXAMPLE}'"
         )
-    is_valid = all(re.fullmatch(r"\S+:\d+", address) for address in addresses)
-    if not is_valid or len(addresses) < 2 or len(set(addresses)) < len(addresses):
+    is_cluster = len(set(addresses)) == len(addresses) >= 2
+    if not is_cluster or not 0 <= index < len(addresses):
         raise UsageError(
-            f"workers={','.join(addresses)}: a cluster has two or more workers, each at its own "
-            "host:port"
+            f"worker {index} of [{', '.join(addresses)}]: a cluster has two or more workers, each "
+            "at its own host:port; their indices begin at 0"
         )
-    if not 0 <= index < len(addresses):
-        raise UsageError(f"worker_index={index} is not from 0 to {len(addresses) - 1}")
     return Workers(tuple(addresses), index)
 
 

@@ -95,7 +95,7 @@ def _explain(cluster: Workers, error: BaseException) -> RunError | None:
     if absent := ABSENT.search(text):
         names = ", ".join(cluster.name(int(index)) for index in TASK.findall(absent[1]))
         return WorkerLostError(
-            f"{names} did not join; start it with the same workers and its worker_index"
+            f"{names} did not join; start it with the same addresses and its index in TF_CONFIG"
         )
     task = TASK.search(text)
     unreachable = (
@@ -110,7 +110,7 @@ def _explain(cluster: Workers, error: BaseException) -> RunError | None:
     reason = f"sent no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS} s" if silent else "was lost"
     return WorkerLostError(
         f"{cluster.name(index)} {reason}; the launcher restarts the workers; without it, start "
-        "all of them again with the same list to resume from the last checkpoint"
+        "all of them again to resume from the last checkpoint"
     )
 
 

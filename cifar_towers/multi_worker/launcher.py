@@ -3,6 +3,7 @@ one fails.
 """
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -36,7 +37,7 @@ def launch(
     """Run a training in `num_workers` local workers, or in one process if it is 0; return its exit
     code.
 
-    Workers meet on the loopback interface, with flags of their own after `command`. A single
+    Workers meet on the loopback interface, and `TF_CONFIG` tells them of each other. A single
     process may be part of a cluster. After an exit code that is not in `FINAL` all restart, at most
     `max_restarts` times, and resume. The first signal is forwarded and prevents restarts. A second
     one ends this process, and the workers stop on their own.
@@ -99,7 +100,7 @@ def _start_all(command: Sequence[str], count: int) -> list[Started]:
     """Start each worker on its share of this machine's GPUs, and of its cores if there are enough
     for all.
     """
-    addresses = ",".join(free_addresses(count))
+    addresses = free_addresses(count)
     cores, gpus = (
         sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
         _gpus(),
@@ -111,10 +112,16 @@ def _start_all(command: Sequence[str], count: int) -> list[Started]:
         )
     workers = []
     for index in range(count):
-        own = ["--strategy=multi_worker", f"--workers={addresses}", f"--worker_index={index}"]
-        share = _share(gpus, index, count)
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(share)} if share else {}
-        started = _start([*command, *own], environment, "" if index == 0 else f"worker {index}: ")
+        task = {"type": "worker", "index": index}
+        cluster = {"cluster": {"worker": addresses}, "task": task}
+        environment = {"TF_CONFIG": json.dumps(cluster)}
+        if share := _share(gpus, index, count):
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(share)
+        started = _start(
+            [*command, "--strategy=multi_worker"],
+            environment,
+            "" if index == 0 else f"worker {index}: ",
+        )
         if share := _share(cores, index, count):
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(started[0].pid, share)

@@ -54,7 +54,6 @@ REFUSALS = {  # what a program's message must mention
         (["--overwrite", "--seeds=2,3"], "seeds=2,3"),
         (["--epochs=0"], "epochs=0.0 is too small"),
         (["--loss=tests.nets:loss", "--label_smoothing=0.2"], "label_smoothing=0"),
-        (["--worker_index=1"], "--strategy=multi_worker"),
         (["--batch_statistics=synchronized", "--micro_batches=2"], "micro_batches"),
         (
             ["--strategy=mirrored", "--variable_placement=round_robin"],
@@ -216,7 +215,7 @@ def test_settings_of_the_recipe_may_not_differ_on_resume():
     }  # runs that are averaged differ in it
 
 
-def test_workers_share_the_recipe_but_not_their_own_paths_and_addresses():
+def test_workers_share_the_recipe_but_not_their_own_paths():
     shared = shared_settings(TrainConfig(train_dir="here", seed=3))
     assert shared["seed"] == 3 and shared.keys() >= recipe_fields(TrainConfig()).keys()
-    assert not shared.keys() & {"train_dir", "data_dir", "workers", "worker_index"}
+    assert not shared.keys() & {"train_dir", "data_dir"}

@@ -163,9 +163,7 @@ def test_runs_of_one_recipe_with_other_settings_are_groups_of_their_own(tmp_path
         dataset="auto",
         overwrite=True,
     )
-    change(
-        tmp_path / "f", "config.json", workers="127.0.0.1:5000,127.0.0.1:5001", profile_steps="1:2"
-    )
+    change(tmp_path / "f", "config.json", profile_steps="1:2")
     groups = group_names([tmp_path / name for name in "abcdef"])
     assert list(groups.values()) == [["a"], ["b", "c", "e", "f"], ["d"]]
     assert all(name.startswith("speed94, batch_size=") for name in groups)

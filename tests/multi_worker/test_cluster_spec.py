@@ -1,4 +1,4 @@
-"""Clusters from flags, TF_CONFIG and Slurm's variables."""
+"""Clusters from TF_CONFIG and Slurm's variables."""
 
 import json
 import os
@@ -8,9 +8,10 @@ import pytest
 from cifar_towers.cli.main import resolve_cluster
 from cifar_towers.config import TrainConfig
 from cifar_towers.errors import UsageError
-from cifar_towers.multi_worker.cluster_spec import Workers
+from cifar_towers.multi_worker.cluster_spec import EXAMPLE, Workers
 
 THREE = ("a:5000", "b:5000", "c:5000")
+CHIEF = {"chief": ["a:5000"], "worker": ["b:5000", "c:5000"]}
 
 
 def resolved(environment, **settings):
@@ -18,40 +19,24 @@ def resolved(environment, **settings):
     return resolve_cluster(config, environment)
 
 
-def tf_config(kind="worker", index=0, **cluster):
-    cluster = cluster or {"worker": list(THREE)}
-    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})}
+def tf_config(addresses=THREE, index=0, job="worker"):
+    cluster = addresses if isinstance(addresses, dict) else {"worker": addresses}
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})}
 
 
 @pytest.mark.parametrize(
     ("environment", "settings", "expected"),
     [
-        ({}, {"workers": "a:5000,b:5000,c:5000", "worker_index": 2}, Workers(THREE, 2)),
-        (
-            {},
-            {"workers": "[::1]:1,[fd00::2]:1", "worker_index": 0},
-            Workers(("[::1]:1", "[fd00::2]:1"), 0),
-        ),
         (tf_config(index=1), {}, Workers(THREE, 1)),
-        (
-            tf_config("worker", 1, chief=["a:5000"], worker=["b:5000", "c:5000"]),
-            {},
-            Workers(THREE, 2),
-        ),
-        (
-            tf_config("chief", 0, chief=["a:5000"], worker=["b:5000", "c:5000"]),
-            {},
-            Workers(THREE, 0),
-        ),
-        (
-            tf_config(),
-            {"workers": "x:1,y:1", "worker_index": 1},
-            Workers(("x:1", "y:1"), 1),
-        ),  # flags come first
+        (tf_config(["[::1]:1", "[fd00::2]:1"]), {}, Workers(("[::1]:1", "[fd00::2]:1"), 0)),
+        (tf_config(CHIEF, 1), {}, Workers(THREE, 2)),
+        (tf_config(CHIEF, 0, "chief"), {}, Workers(THREE, 0)),
+        (tf_config() | {"SLURM_PROCID": "1"}, {}, Workers(THREE, 0)),
+        ({"TF_CONFIG": EXAMPLE}, {}, Workers(("a:5000", "b:5000"), 0)),
         ({"TF_CONFIG": "{}", "SLURM_PROCID": "0"}, {"strategy": "towers"}, None),
     ],
 )
-def test_cluster_from_flags_or_tf_config(environment, settings, expected):
+def test_cluster_from_tf_config(environment, settings, expected):
     assert resolved(environment, **settings) == expected
 
 
@@ -74,18 +59,21 @@ def test_cluster_from_slurm(monkeypatch, node, place, index):
     )
 
 
+FIVE = [f"{host}:1" for host in "abcde"]
+
+
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    ("environment", "settings", "named"),
     [
-        ({}, "--workers"),
-        ({"workers": "a:5000,b:5000"}, "worker_index=-1"),
-        ({"workers": "a:5000", "worker_index": 0}, "workers=a:5000"),
-        ({"workers": "a:5000,a:5000", "worker_index": 0}, "workers=a:5000,a:5000"),
-        ({"workers": "a:5000,b", "worker_index": 0}, "workers=a:5000,b"),
-        ({"workers": "a:1,b:1,c:1,d:1,e:1", "worker_index": 0}, "batch_size=48 .* 5 towers"),
-        ({"workers": "a:1,b:1,c:1,d:1,e:1", "worker_index": 0, "num_gpus": 2}, "10 towers"),
+        ({}, {}, "srun, or set TF_CONFIG="),
+        (tf_config(["a:5000"]), {}, r"worker 0 of \[a:5000\]"),
+        (tf_config(["a:5000", "a:5000"]), {}, "a:5000, a:5000"),
+        (tf_config(index=3), {}, "worker 3 of"),
+        (tf_config(index=-1), {}, "worker -1 of"),
+        (tf_config(FIVE), {}, "batch_size=48 .* 5 towers"),
+        (tf_config(FIVE), {"num_gpus": 2}, "10 towers"),
     ],
 )
-def test_invalid_cluster_is_refused(settings, named):
+def test_invalid_cluster_is_refused(environment, settings, named):
     with pytest.raises(UsageError, match=named):
-        resolved({}, **settings)
+        resolved(environment, **settings)

@@ -1,5 +1,6 @@
 """The launcher, with a small program in place of a training."""
 
+import json
 import os
 import signal
 import sys
@@ -17,8 +18,9 @@ from cifar_towers.errors import (
 from cifar_towers.multi_worker import launcher
 
 PROGRAM = """
-import os, sys, time
-index = next((int(a.split("=")[1]) for a in sys.argv if a.startswith("--worker_index")), 0)
+import json, os, sys, time
+cluster = os.environ.get("TF_CONFIG", '{"task": {"index": 0}}')
+index = json.loads(cluster)["task"]["index"]
 with open(sys.argv[1], "a") as file:
     print(index, len(os.sched_getaffinity(0)), *sys.argv[2:], file=file)
 starts = sum(line.startswith(str(index)) for line in open(sys.argv[1]))
@@ -62,15 +64,17 @@ def test_restarts_only_after_exit_codes_that_may_not_recur(launch, exits, code, 
     assert [line[2:] for line in starts] == [["--flag"]] * num_starts
 
 
-def test_workers_get_an_index_and_a_share_of_the_cores(launch):
-    code, starts, _ = launch("sys.exit(0)", num_workers=2)
+def test_workers_get_a_cluster_and_a_share_of_the_cores(launch, monkeypatch, capfd):
+    monkeypatch.setenv("TF_CONFIG", "{}")  # is replaced in each worker
+    code, starts, _ = launch("print(cluster, flush=True)", num_workers=2)
     assert code == 0 and sorted(line[0] for line in starts) == ["0", "1"]
-    flags = [dict(flag.split("=") for flag in line[3:]) for line in starts]
-    assert (
-        flags[0]["--workers"] == flags[1]["--workers"]
-        and len(set(flags[0]["--workers"].split(","))) == 2
-    )
-    assert {flag["--strategy"] for flag in flags} == {"multi_worker"}
+    assert [line[2:] for line in starts] == [["--flag", "--strategy=multi_worker"]] * 2
+    printed = capfd.readouterr()
+    first = json.loads(printed.out)
+    second = json.loads(printed.err.removeprefix("worker 1: "))
+    assert first["cluster"] == second["cluster"] and len({*first["cluster"]["worker"]}) == 2
+    assert first["task"] == {"type": "worker", "index": 0}
+    assert second["task"] == {"type": "worker", "index": 1}
     cores = len(os.sched_getaffinity(0))
     assert sum(int(line[1]) for line in starts) == (cores if cores > 1 else 2)
 

@@ -63,7 +63,7 @@ def start_worker(flags, tmp_path):
     """
     addresses = free_addresses(2)
 
-    def start_one(index, *more):
+    def start_one(index, *more, addresses=addresses):
         cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
         place = f"--train_dir={tmp_path / 'run'}"
         return start(
@@ -157,17 +157,13 @@ LOST = r"lost: worker {} of 2 \({}\) "
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("started", "codes", "lines"),
+    ("started", "codes", "lines"),  # started: (index, seed, which of three addresses are given)
     [
-        ([(0, "--seed=0")], [5], [LOST.format(1, "{1}")]),
-        ([(1, "--seed=0")], [5], [LOST.format(0, "{0}")]),
+        ([(0, 0, (0, 1))], [5], [LOST.format(1, "{1}")]),
+        ([(1, 0, (0, 1))], [5], [LOST.format(0, "{0}")]),
+        ([(0, 0, (0, 1)), (1, 0, (0, 2))], [5, 5], [LOST.format("[01]", r"\S+")] * 2),
         (
-            [(0, "--seed=0"), (1, "--workers={0},{2} --worker_index=1")],
-            [5, 5],
-            [LOST.format("[01]", r"\S+")] * 2,
-        ),
-        (
-            [(0, "--seed=0"), (1, "--seed=1")],
+            [(0, 0, (0, 1)), (1, 1, (0, 1))],
             [2, 2],
             ["worker 1 of 2 .* seed 1.* worker 0 .* 0"] * 2,
         ),
@@ -178,7 +174,10 @@ def test_bad_cluster_ends_every_worker_with_a_line_that_names_it(
     start_worker, started, codes, lines
 ):
     addresses = [*start_worker.addresses, *free_addresses(1)]
-    processes = [start_worker(i, *more.format(*addresses).split()) for i, more in started]
+    processes = [
+        start_worker(index, f"--seed={seed}", addresses=[addresses[place] for place in places])
+        for index, seed, places in started
+    ]
     outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
     assert [process.returncode for process in processes] == codes, outputs
     for output, line in zip(outputs, lines, strict=True):
