@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draw the test accuracy of runs over their minutes of training, as in README.
 
-  plot_accuracy.py runs/speed93-seed0 runs/speed94-seed0 --out=docs/accuracy.png
+  plot_accuracy.py runs/speed94-seed0 runs/speed95-seed0 --out=docs/accuracy.png
 
 A run is evaluated along the way by --eval_every_epochs. Evaluations take no part of the minutes.
 """

@@ -98,9 +98,9 @@ def test_settings_from_python_are_checked(settings, error, message):
 
 def test_settings_from_python_are_those_of_the_command_line(tmp_path):
     config = make_config(
-        TrainConfig, {"recipe": "speed93", "epochs": 3, "train_dir": tmp_path, "seed": None}
+        TrainConfig, {"recipe": "smoke", "epochs": 3, "train_dir": tmp_path, "seed": None}
     )
-    assert config == parse("--recipe=speed93", "--epochs=3", f"--train_dir={tmp_path}")
+    assert config == parse("--recipe=smoke", "--epochs=3", f"--train_dir={tmp_path}")
 
 
 def test_later_flags_and_flagfiles_override_earlier_ones(tmp_path):
@@ -116,13 +116,11 @@ def test_later_flags_and_flagfiles_override_earlier_ones(tmp_path):
 
 def test_flags_override_the_recipe_wherever_they_stand(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    expected = parse(
-        f"--flagfile={ROOT / 'configs' / 'speed93.cfg'}", "--epochs=3", "--nolookahead"
-    )
-    expected = dataclasses.replace(expected, recipe="speed93")
-    assert expected.whitening_epochs == 3 and expected.learning_rate == 1.5
-    assert parse("--epochs=3", "--recipe=speed93", "--nolookahead") == expected
-    assert parse("--epochs=3", "--nolookahead", "--recipe=smoke", "--recipe", "speed93") == expected
+    expected = parse(f"--flagfile={ROOT / 'configs' / 'smoke.cfg'}", "--epochs=3", "--nonesterov")
+    expected = dataclasses.replace(expected, recipe="smoke")
+    assert expected.whitening_epochs == 1 and expected.learning_rate == 1.5
+    assert parse("--epochs=3", "--recipe=smoke", "--nonesterov") == expected
+    assert parse("--epochs=3", "--nonesterov", "--recipe=speed94", "--recipe", "smoke") == expected
 
 
 def test_recipe_is_speed94_unless_a_recipe_or_a_model_is_given():
