@@ -63,8 +63,8 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
             f"{name} is for the programs; call train for each seed, and start workers by their "
             "program"
         )
-    source, config = locate_data(config)
     with _visible_log():
+        source, config = locate_data(config)
         try:
             train_run(config, source, StopSignals([signal.SIGINT]), callbacks=callbacks)
         except Interrupted as interrupt:
@@ -73,7 +73,7 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
 
 
 def locate_data(config: TrainConfig) -> tuple["Source", TrainConfig]:
-    """Locate the data of a run, and return the config with the default directory for them.
+    """Locate the data of a run. Return a config that names the data set which `auto` stands for.
 
     Raises:
       DataError: there are no such data.
@@ -81,18 +81,10 @@ def locate_data(config: TrainConfig) -> tuple["Source", TrainConfig]:
     from cifar_towers.data import sources
 
     source = sources.find(config.dataset, config.data_dir)
-    return source, name_directory(config, source)
-
-
-def name_directory(config: TrainConfig, source: "Source") -> TrainConfig:
-    """Return the config with its default directory, which says if synthetic data replace
-    CIFAR-10.
-    """
-    if source.banner and not config.train_dir:
-        config = dataclasses.replace(
-            config, train_dir=f"runs/{config.name}-synthetic-seed{config.seed}"
-        )
-    return config
+    if config.dataset == "auto":
+        # once CIFAR-10 is there, the same command must not find a run on synthetic data
+        config = dataclasses.replace(config, dataset=source.name)
+    return source, config
 
 
 def train_run(
@@ -119,7 +111,9 @@ def train_run(
         directory = stack.enter_context(open_run(config))
         if result := None if cluster else directory.stored_result(source.name):
             score = describe_score(reported_score(result["evaluations"]) or {})
-            log.info(f"{directory.path} is complete at step {result['step']}: {score}")
+            log.info(
+                f"{directory.path} is complete at step {result['step']}: {source.name} {score}"
+            )
             return result
         stack.enter_context(tensorflow_imported())
         from cifar_towers import trainer

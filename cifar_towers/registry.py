@@ -26,11 +26,7 @@ OPTIMIZERS = (
     "muon",
     "adamw",
 )  # `training.optimizers.make_optimizer` has the update rules of each
-BUILT_IN = (
-    "cifar10",
-    "synthetic",
-    "auto",
-)  # the directories of runs on them carry no data set's name
+BUILT_IN = ("cifar10", "synthetic", "auto")
 PREFIXES = FOLDER, CSV, NPZ = "folder:", "csv:", "npz:"  # of the names of data sets at a path
 
 

@@ -110,7 +110,6 @@ def set_up(
     setup = RunSetup(
         config=config,
         dataset=dataset,
-        banner=source.banner,
         strategy=strategy,
         towers=towers,
         local_towers=local_towers,

@@ -16,7 +16,7 @@ from PIL import Image
 
 import cifar_towers
 from cifar_towers.config import TrainConfig
-from cifar_towers.data import synthetic
+from cifar_towers.data import cifar10, synthetic
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.errors import UsageError
 from cifar_towers.training import build
@@ -207,10 +207,13 @@ def test_the_log_is_printed_although_a_library_has_logged_a_warning(
     logger = logging.getLogger("cifar_towers")
     monkeypatch.setattr(logger, "level", level)
     monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(cifar10, "is_available", lambda data_dir: False)
     logging.warning("theirs")
-    cifar_towers.train(train_dir=run.directory, **SETTINGS)  # logs that it is complete
+    # logs which data set it takes, and that the run is complete
+    cifar_towers.train(train_dir=run.directory, **SETTINGS | {"dataset": "auto"})
     out, err = capsys.readouterr()
     assert (str(run.directory) in out) == is_shown and err == "WARNING:root:theirs\n"
+    assert ("dataset=auto is synthetic" in out) == is_shown
     assert logger.level == level and logger.propagate
 
 

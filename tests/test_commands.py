@@ -55,6 +55,7 @@ def test_printed_commands_run_when_pasted(tmp_path, small_folder, monkeypatch, c
 
 
 def test_data_dir_is_printed_where_it_is_read():
-    config = TrainConfig(dataset="auto", data_dir="prepared sets")
-    assert "'--data_dir=prepared sets'" in next_commands(config, "")[1]
-    assert "--data_dir" not in next_commands(config, "SYNTHETIC DATA, NOT CIFAR-10")[1]
+    config = TrainConfig(data_dir="prepared sets")
+    assert "'--data_dir=prepared sets'" in next_commands(config)[1]
+    config = TrainConfig(data_dir="prepared sets", dataset="synthetic")
+    assert "--data_dir" not in next_commands(config)[1]

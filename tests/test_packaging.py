@@ -18,14 +18,14 @@ from cifar_towers.cli.main import PROGRAMS
 ROOT = Path(__file__).parents[1]
 SOURCES = ("cifar_towers", "configs", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 SMALL = ["--recipe=smoke", "--max_steps=2", "--batch_size=100", "--notta", "--precision=float32"]
-RUN, CLUSTER = "--train_dir=runs/smoke-seed0", "--train_dir=runs/two-workers"
+RUN, CLUSTER = "--train_dir=runs/smoke-synthetic-seed0", "--train_dir=runs/two-workers"
 COMMANDS = {  # in this order: the first two train what the others read
     "train": [*SMALL, "--num_gpus=2"],
     "launch": ["--num_workers=2", "--", *SMALL, CLUSTER],
     "evaluate": [RUN, "--dataset=synthetic"],
     "predict": [RUN, "picture.png"],
     "export": [RUN, "--format=keras"],
-    "report": ["runs/smoke-seed0", "--out=report.html"],
+    "report": ["runs/smoke-synthetic-seed0", "--out=report.html"],
     "runs": [],
 }
 
@@ -82,7 +82,7 @@ def test_every_program_runs_from_a_wheel_in_an_empty_folder(environment, tmp_pat
 
     assert {*COMMANDS} == {*PROGRAMS}
     printed = {program: run("cifar-towers", program, *flags) for program, flags in COMMANDS.items()}
-    for place in ("smoke-seed0", "two-workers"):
+    for place in ("smoke-synthetic-seed0", "two-workers"):
         saved = folder / "runs" / place
         config, result = (
             json.loads((saved / f"{name}.json").read_text()) for name in ("config", "result")

@@ -137,11 +137,11 @@ def train_seeds(config: TrainConfig) -> None:
     """
     from cifar_towers.inference.runs import summarize_groups
 
-    source, _ = api.locate_data(config)
+    source, config = api.locate_data(config)
     trained = []
     diverged = []
     for seed in parse_numbers("seeds", config.seeds):
-        run_config = api.name_directory(config.of_seed(seed), source)
+        run_config = config.of_seed(seed)
         try:
             api.train_run(run_config, source, StopSignals())
             trained.append(run_config.directory)

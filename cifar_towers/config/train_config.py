@@ -20,7 +20,6 @@ from cifar_towers import registry
 from cifar_towers.config import schedules
 from cifar_towers.errors import UsageError, count
 from cifar_towers.registry import (
-    BUILT_IN,
     MODELS,
     OPTIMIZERS,
     check_function_name,
@@ -231,7 +230,7 @@ class TrainConfig(DeviceConfig):
     train_dir: str = _run.free(
         "",
         "directory of everything the run writes; default: runs/<recipe>-seed<seed>, with "
-        "-<dataset> for data other than CIFAR-10 and dataset=synthetic, and -from-<run> for "
+        "-<dataset> for other data than CIFAR-10, and -from-<run> for "
         "init_from",
         per_worker=True,
         per_run=True,
@@ -465,12 +464,15 @@ class TrainConfig(DeviceConfig):
     @property
     def directory(self) -> Path:
         """`train_dir`, or its default."""
-        data = os.path.basename(os.path.abspath(split_path(self.dataset)[1]))
-        suffix = "" if self.dataset in BUILT_IN else "-" + re.sub(r"\W+", "-", data).strip("-")
-        suffix += f"-from-{os.path.basename(os.path.abspath(self.init_from))}" * bool(
-            self.init_from
-        )
-        return Path(self.train_dir or f"runs/{self.name}{suffix}-seed{self.seed}")
+        if self.train_dir:
+            return Path(self.train_dir)
+        name = self.name
+        if self.dataset not in ("cifar10", "auto"):
+            data = os.path.basename(os.path.abspath(split_path(self.dataset)[1]))
+            name += "-" + re.sub(r"\W+", "-", data).strip("-")
+        if self.init_from:
+            name += f"-from-{os.path.basename(os.path.abspath(self.init_from))}"
+        return Path(f"runs/{name}-seed{self.seed}")
 
     def of_seed(self, seed: int) -> "TrainConfig":
         """Return the config of one of the runs that `seeds` stands for."""

@@ -27,7 +27,6 @@ class Source(NamedTuple):
     read: Callable[
         [int, Sequence[str]], Mapping[str, Split]
     ]  # (image size, split names) -> splits in any size
-    banner: str = ""  # warning that synthetic data replace CIFAR-10; otherwise empty
 
 
 def find(dataset: str, data_dir: str = "") -> Source:
@@ -36,7 +35,7 @@ def find(dataset: str, data_dir: str = "") -> Source:
     Args:
       dataset: `cifar10`, `synthetic`, `auto`, a path with a prefix in `registry.PREFIXES`, or the
         name of a TFDS data set. `auto` is `cifar10` if that is on this machine or can be
-        downloaded, otherwise `synthetic`.
+        downloaded, otherwise `synthetic`, and the log says why.
 
     Raises:
       DataError: there is no such data set, or what is at the path cannot be read.
@@ -47,20 +46,20 @@ def find(dataset: str, data_dir: str = "") -> Source:
     if prefix:
         root = Path(path).expanduser().absolute()
         return Source(f"{prefix}{root}", own_data.locate(prefix, root))
-    banner = ""
-    if dataset == "auto" and not cifar10.is_available(data_dir):
-        banner = (
-            "SYNTHETIC DATA, NOT CIFAR-10: accuracies of this run say nothing about CIFAR-10. "
-            f"Reason: no CIFAR-10 in {tfds_source.tfds_directory(data_dir)}, and "
-            f"{cifar10.SOURCE_HOST} does not answer"
-        )
-    if dataset == "synthetic" or banner:
+    if dataset == "auto":
+        dataset = "cifar10"
+        if not cifar10.is_available(data_dir):
+            dataset = "synthetic"
+            directory = tfds_source.tfds_directory(data_dir)
+            log.info(
+                f"dataset=auto is synthetic: no CIFAR-10 in {directory}, and {cifar10.SOURCE_HOST} "
+                "does not answer; accuracies say nothing about CIFAR-10"
+            )
+    if dataset == "synthetic":
         return Source(
-            "synthetic",
-            lambda image_size, names: dict(zip(TRAINED, synthetic.load(), strict=True)),
-            banner,
+            dataset, lambda image_size, names: dict(zip(TRAINED, synthetic.load(), strict=True))
         )
-    if dataset in ("auto", "cifar10"):
+    if dataset == "cifar10":
         return Source("cifar10", lambda image_size, names: cifar10.load(data_dir, names))
     directory = tfds_source.tfds_directory(data_dir)
     tfds_source.make_builder(dataset, directory)  # an unknown name is an error here

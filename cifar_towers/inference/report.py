@@ -23,7 +23,7 @@ from cifar_towers.reporting.records import format_number, format_rate
 Row = Mapping[str, str]  # cells of a table by heading; both may have a second line
 Picture = tuple[str, bytes]  # description, PNG file
 
-SHOWN_ELSEWHERE = {"command", "towers", "synthetic_data", "class_names"}
+SHOWN_ELSEWHERE = {"command", "towers", "class_names"}
 CURVES = (  # of training records: title, key, factor for the unit
     ("training loss", "loss", 1),
     ("training accuracy, %", "accuracy", 100),
@@ -52,11 +52,6 @@ def render(runs: Sequence[Run]) -> str:
     environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
     return environment.get_template("report.html.jinja").render(
         title="; ".join(f"{group.name} ({group.describe_seeds()})" for group in groups),
-        banners=[
-            f"{run.name}: {banner}"
-            for run in runs
-            if (banner := run.environment.get("synthetic_data"))
-        ],
         results=[_result_row(run, scores) for run in runs],
         means=[
             _mean_row(group, scores) for group in groups if len(group.runs) > 1 and group.finished
@@ -79,9 +74,12 @@ def render(runs: Sequence[Run]) -> str:
 def _result_row(run: Run, scores: Sequence[str]) -> Row:
     result, reported = run.result or {}, run.reported_score
     last: Mapping[str, Any] = next(reversed(run.history), {})
-    row = {"run": run.name, "accuracy, %\nas reported": "-"} | {
-        f"accuracy, %\n{name}": "-" for name in scores
+    row = {
+        "run": run.name,
+        "data": result.get("dataset") or run.config.get("dataset", "-"),
+        "accuracy, %\nas reported": "-",
     }
+    row |= {f"accuracy, %\n{name}": "-" for name in scores}
     if reported:
         at = f" at step {reported['step']:,}" if reported.get("step", run.step) < run.step else ""
         row["accuracy, %\nas reported"] = (

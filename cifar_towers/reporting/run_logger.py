@@ -75,7 +75,6 @@ class RunSetup:
 
     config: TrainConfig
     dataset: Dataset
-    banner: str  # warning that synthetic data replace CIFAR-10, or empty
     strategy: tf.distribute.Strategy | None  # of a cluster
     towers: Sequence[Tower]  # those of all workers; the batch is split over them
     local_towers: Sequence[Tower]  # those of this process
@@ -108,8 +107,6 @@ class RunLogger:
 
     def log_start(self) -> None:
         """Print what will be trained."""
-        if self.setup.banner:
-            self.log(self.setup.banner)
         config, dataset, num_towers = self.config, self.setup.dataset, len(self.setup.towers)
         trainable = sum(math.prod(variable.shape) for variable in self.model.trainable_variables)
         parts = f" in {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
@@ -313,9 +310,7 @@ class RunLogger:
         speed = f"{format_rate(rate)} images/s" if rate else "too few steps to time"
         self.log(f"{speed}; weights sha256 {result['weights_sha256'][:16]}")
         if reported:
-            self.log(f"result: {describe_score(reported)}")
-        if self.setup.banner:
-            self.log(self.setup.banner)
+            self.log(f"result: {self.setup.dataset.name} {describe_score(reported)}")
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write result.json and the run's row in HPARAMS; print what failed on the way."""
@@ -332,7 +327,7 @@ class RunLogger:
         )
         self.tensorboard.write(EVAL, result["step"], final)
         self.log(f"written to {self.directory}; next:")
-        for line in next_commands(self.config, self.setup.banner):
+        for line in next_commands(self.config):
             self.log(f"  {line}")
 
     def _write_unwritten(self) -> None:
@@ -510,7 +505,6 @@ def describe_run(setup: RunSetup) -> dict[str, Any]:
         "gpus": gpu_names(),
         "data_sha256": setup.dataset.digests(),
         "code_sha256": code_digests(setup.config),
-        "synthetic_data": setup.banner,
         "class_names": list(setup.dataset.info.class_names),
     }
 
@@ -532,10 +526,8 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def next_commands(config: TrainConfig, banner: str) -> list[str]:
-    """Return what to type after a training. With a `banner`, the data are synthetic and read from
-    no directory.
-    """
+def next_commands(config: TrainConfig) -> list[str]:
+    """Return what to type after a training."""
     run = [
         f"--train_dir={config.directory}",
         *([f"--model={config.model}"] if config.user_model else []),
@@ -543,7 +535,8 @@ def next_commands(config: TrainConfig, banner: str) -> list[str]:
     data = (
         [f"--dataset={config.dataset}"] if split_path(config.dataset)[0] else []
     )  # where it is now
-    data += [f"--data_dir={config.data_dir}"] if config.data_dir and not banner else []
+    if config.data_dir and config.dataset != "synthetic":  # which is read from no directory
+        data += [f"--data_dir={config.data_dir}"]
     commands = (
         [program("tensorboard"), f"--logdir={config.directory}"],
         [program("cifar-towers"), "evaluate", *run, *data],

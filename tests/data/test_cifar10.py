@@ -103,21 +103,24 @@ def are_verified(splits):
 
 
 def test_auto_falls_back_to_synthetic_if_nothing_is_here_and_the_host_does_not_answer(
-    monkeypatch, tmp_path
+    monkeypatch, tmp_path, caplog
 ):
-    source = sources.find("auto", str(tmp_path))
-    assert source.name == "synthetic" and "SYNTHETIC DATA" in source.banner
+    caplog.set_level("INFO")
+    assert sources.find("auto", str(tmp_path)).name == "synthetic"
+    (line,) = caplog.messages
+    assert all(word in line for word in ("synthetic", str(tmp_path), cifar10.SOURCE_HOST))
     (address, timeout), _ = socket.create_connection.call_args
     assert address == ("www.cs.toronto.edu", 443) and timeout < 5
     monkeypatch.setattr(socket, "create_connection", Mock())
     assert sources.find("auto", str(tmp_path)).name == "cifar10"
+    assert sources.find("synthetic").name == "synthetic" and len(caplog.messages) == 1
 
 
 def test_damaged_prepared_copy_is_an_error_and_not_replaced_by_synthetic_data(tmp_path):
     (tmp_path / cifar10.BUILDER).mkdir(parents=True)
     (tmp_path / cifar10.BUILDER / "dataset_info.json").write_text("{}")
     source = sources.find("auto", str(tmp_path))
-    assert (source.name, source.banner) == ("cifar10", "")
+    assert source.name == "cifar10"
     with pytest.raises(DataError, match=f"{tmp_path}/{cifar10.BUILDER}$"):
         sources.load(source)
 
@@ -133,7 +136,7 @@ def test_damaged_prepared_copy_is_an_error_and_not_replaced_by_synthetic_data(tm
 def test_own_files_in_a_usual_place_are_read_in_tfds_order_and_cached(place, small, tmp_path):
     copy = write(tmp_path / place)
     source = sources.find("auto")
-    assert (source.name, source.banner) == ("cifar10", "")
+    assert source.name == "cifar10"
     data = sources.load(source)
     assert data.digests() == cifar10.DIGESTS and data.train.labels.dtype == np.int64
     copy.rename(tmp_path / "elsewhere")

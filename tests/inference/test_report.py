@@ -185,10 +185,9 @@ def test_all_strings_are_escaped(tmp_path, undrawn):
         command=[HOSTILE, "a b"],
         precision=HOSTILE,
         packages={HOSTILE: HOSTILE},
-        synthetic_data=HOSTILE,
         class_names=[HOSTILE, *CLASSES[1:]],
     )
-    change(run, "result.json", weights_sha256=HOSTILE)
+    change(run, "result.json", weights_sha256=HOSTILE, dataset=HOSTILE)
     evaluations = [
         record | {"split": HOSTILE, "weights": HOSTILE} for record in read_records(run, "eval")
     ]
@@ -210,9 +209,7 @@ def test_differing_and_shared_settings_and_commands(tmp_path, undrawn):
         make_run(tmp_path / name, seed=seed, batch_size=1536 - seed)
         for seed, name in enumerate("ab")
     ]
-    change(runs[1], "environment.json", synthetic_data="SYNTHETIC DATA, NOT CIFAR-10")
     page = render(*runs)
-    assert "b: SYNTHETIC DATA, NOT CIFAR-10" in page.texts
     assert page.row("batch_size") == ["1536", "1535"] and page.row("git_revision") == [
         "abc1230",
         "abc1231",
@@ -220,6 +217,15 @@ def test_differing_and_shared_settings_and_commands(tmp_path, undrawn):
     assert page.row("model") == ["net"]  # shared
     commands = [shlex.split(text) for text in page.texts if text.startswith("cifar-towers train ")]
     assert [command[2] for command in commands] == ["--seed=0", "--seed=1"]
+
+
+def test_every_run_has_the_name_of_its_data_set(tmp_path, undrawn):
+    done = make_run(tmp_path / "done")
+    change(done, "result.json", dataset="synthetic")
+    unfinished = make_run(tmp_path / "unfinished", finished=False, dataset="synthetic")
+    page = render(done, unfinished, make_run(tmp_path / "other"))
+    names = {run: page.results(run)["data"] for run in ("done", "unfinished", "other")}
+    assert names == {"done": "synthetic", "unfinished": "synthetic", "other": "cifar10"}
 
 
 def test_curves_have_a_band_of_several_runs_and_are_averaged_over_neighbors():

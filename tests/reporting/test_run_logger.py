@@ -32,7 +32,6 @@ def logger_of(directory, num_classes=3, num_images=50, steps=1, **settings):
     setup = RunSetup(
         config=recipe("smoke", train_dir=str(directory), **settings),
         dataset=Dataset("mine", split, split.take(slice(0)), split),
-        banner="",
         strategy=None,
         towers=TOWERS,
         local_towers=TOWERS,
@@ -107,7 +106,9 @@ def test_the_result_ends_with_the_score_that_the_run_reports(tmp_path, capsys):
     }
     logger.log_result(result | {"evaluations": records})
     output = capsys.readouterr().out
-    assert lines_with(output.splitlines()[-1], "84.00 %", "ema", "with TTA", "50 ")
+    assert lines_with(
+        output.splitlines()[-1], "result: mine test", "84.00 %", "ema", "with TTA", "50 "
+    )
     assert lines_with(output, "100.00 %", "raw") and lines_with(output, "0:01:15")
 
 

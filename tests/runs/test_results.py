@@ -1,8 +1,10 @@
 """The numbers of a run: its records, its result, and the same scores from `evaluate`."""
 
 import json
+import re
 import socket
 from dataclasses import asdict, replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -17,6 +19,8 @@ from cifar_towers.data import sources
 from cifar_towers.errors import DivergedError
 from cifar_towers.evaluation.score import Score
 from cifar_towers.inference.evaluate import evaluate_checkpoint
+from cifar_towers.inference.report import render
+from cifar_towers.inference.runs import describe, format_table, read_runs
 from cifar_towers.training.build import make_image_size_fn, setup_devices
 from tests.configs import TINY_NET
 from tests.messages import lines_with
@@ -62,9 +66,7 @@ def test_environment_has_towers_versions_classes_and_digests(tiny_run):
         environment["data_sha256"].keys() == {"train", "test"}
         and len(environment["class_names"]) == 10
     )
-    assert (
-        environment["precision"] == "float32" and not environment["synthetic_data"]
-    )  # which was asked for
+    assert environment["precision"] == "float32"
 
 
 def test_a_crop_is_the_image_size_that_is_recorded():
@@ -144,8 +146,13 @@ def test_a_profile_is_written(tiny_run):
     assert len(list((tiny_run[0] / "train" / "plugins" / "profile").rglob("*.xplane.pb"))) == 1
 
 
-def test_synthetic_data_that_replace_cifar10_are_named_everywhere(tmp_path, monkeypatch, capsys):
-    """At the start, at the end, in the directory's name and in the record of the environment."""
+def test_synthetic_data_that_replace_cifar10_are_named_everywhere(
+    tmp_path, monkeypatch, capsys, caplog
+):
+    """Where they are chosen, at the start, at the end, in the directory's name, in the table of
+    runs and in the page.
+    """
+    caplog.set_level("INFO")
     monkeypatch.setattr(socket, "create_connection", Mock(side_effect=TimeoutError))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -159,9 +166,17 @@ def test_synthetic_data_that_replace_cifar10_are_named_everywhere(tmp_path, monk
             seeds="10",
         )
     )
-    environment = json.loads((tmp_path / "runs/tiny-synthetic-seed10/environment.json").read_text())
-    assert "SYNTHETIC" in environment["synthetic_data"]
-    assert capsys.readouterr().out.count(environment["synthetic_data"]) == 2
+    output = capsys.readouterr().out
+    assert len(lines_with(caplog.text, "dataset=auto is synthetic", "does not answer")) == 1
+    assert lines_with(output, "synthetic: 2,000 training images")
+    assert lines_with(output, "result: synthetic test ", "%")
+    (found,) = read_runs([Path("runs")])
+    assert found.name == "tiny-synthetic-seed10" and found.config["dataset"] == "synthetic"
+    row = " +".join([found.name, "tiny", "synthetic", "done"])
+    assert re.search(row, format_table([found]))
+    assert "<td>synthetic</td>" in render([found])
+    found.directory.joinpath("result.json").unlink()
+    assert describe(found)["data"] == "synthetic"
 
 
 def test_seeds_are_summarized_without_those_that_diverge(tmp_path, monkeypatch, capsys):
