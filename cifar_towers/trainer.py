@@ -44,12 +44,13 @@ from cifar_towers.signals import StopSignals
 from cifar_towers.training import build
 from cifar_towers.training.diagnostics import (
     MAX_SKIPPED_STEPS,
+    Diagnoser,
     Health,
     StepDiagnostics,
-    make_diagnose_fn,
 )
 from cifar_towers.training.distributed_step import towers_here
-from cifar_towers.training.step import FinishedStep, StepRunner
+from cifar_towers.training.hard_examples import PROXY
+from cifar_towers.training.runner import FinishedStep, StepInput, StepRunner
 
 HOW_TO_RESUME = "the same command resumes, without --overwrite"  # how messages end
 
@@ -158,7 +159,8 @@ def train_from(step: int, run: "Training") -> int:
     run.note_target(step)  # by the evaluations of its checkpoint
     try:
         if not run.reached:
-            for batch in run.batches.stream(step, run.length.last):
+            batches = run.batches.stream(step, run.length.last)
+            for batch in run.timer.inputs(batches):
                 finished = run.start_step(step, batch)
                 step += 1
 
@@ -166,7 +168,7 @@ def train_from(step: int, run: "Training") -> int:
                 if run.evaluator.is_due(step):
                     run.evaluate_now(step)
                 if run.ends_epoch(step):
-                    run.logger.log_epoch(step, finished[-1].learning_rates, run.evaluations)
+                    run.logger.log_epoch(step, finished[-1].rates, run.evaluations)
                 if run.can_be_saved(step) and run.should_save(step):
                     run.save_now(step)
                 run.note_target(step)
@@ -241,14 +243,16 @@ class Training:
         rows_here = self.workers.index * rows, rows
         self.batches = build.make_batches(config, train, rows_here, setup.local_towers)
         augmentation = build.make_own_augmentation(config, train.info)
-        self.state, train_step = build.make_training(
+        self.state, train_step, hard_examples = build.make_training(
             config, setup.towers, setup.precision, train, length, augmentation, setup.strategy
         )
+        self.image_size_at = build.make_image_size_fn(config, length)
+        self.runner = StepRunner(train_step, hard_examples)
         self.variables = self.state.named_variables()
-        self.step_runner = StepRunner(
-            train_step, self.state.optimizer, build.make_image_size_fn(config, length)
-        )
-        self.diagnose = make_diagnose_fn(self.state.model, augmentation, setup.local_towers)
+        if hard_examples:
+            for name, variable in hard_examples.proxy.named_variables().items():
+                self.variables[f"{PROXY}.{name}"] = variable
+        self.diagnoser = Diagnoser(self.state.model, augmentation, setup.local_towers)
         self.health = Health(setup.towers)
         self.logger = RunLogger(setup, self.state.model)
         self.log = self.logger.log
@@ -277,10 +281,6 @@ class Training:
         self.evaluations: list[dict] = []
         self.reached = 0.0
         self.stop_signal = 0
-        self._was_slow = (
-            False  # whether the last step was compiled, or was the first with diagnostics
-        )
-        self._is_diagnosed = False  # whether a step's diagnostics were computed
 
     # The start of a run
 
@@ -296,13 +296,13 @@ class Training:
         self.logger.open(step)
         self.callbacks.start()
         self.logger.profile(step)
-        self.timer.end_phase("start")
+        self.timer.end_start()
         if step == 0 and self.config.init_from:
             self.save_now(0)  # a run that resumes from it does not read `init_from`
         try:
             yield step
         finally:
-            self.step_runner.close()
+            self.runner.close()
             self.logger.close()
 
     def restore(self) -> int:
@@ -327,8 +327,9 @@ class Training:
                 "--train_dir, or --overwrite"
             )
         assign(self.variables, values, self.directory.path)
-        self.timer.resume(metadata)
+        self.timer.restore(metadata)
         self.health.restore(metadata)
+        self.logger.smoothed_losses.restore(metadata)
         self.evaluations = metadata["evaluations"]
         changes = describe_differences(metadata["facts"], self.facts)
         since = (
@@ -371,28 +372,50 @@ class Training:
         """Start the update that makes `step` into `step + 1`; return the steps whose metrics have
         arrived.
 
-        Usually the metrics of a step arrive with the next call. They arrive at once after a
-        compilation, on a cluster, in a run with --profile_steps, or before a summary, an
-        evaluation, a checkpoint or the end of an epoch.
+        Usually the metrics of a step arrive with the next call. They arrive at once where they are
+        needed, as for a summary, and after a compilation.
         """
-        self._was_slow = needs_compilation = self.step_runner.needs_compilation(step)
-        self.timer.end_phase("compile" if needs_compilation else "input")
-        is_cluster = self.workers.size > 1
-        signal = self.signals.received if is_cluster else None
-        if needs_compilation:
-            self.logger.progress.activity("compiling the step")
-            function = self.step_runner.trace(step, batch, signal)
-            if len(self.step_runner.traced) == 1:
-                self.logger.log_graph(function)
-        is_summarized = self.logger.is_summary_step(step + 1)
-        finished = self.step_runner.start(step, batch, signal, keep_gradients=is_summarized)
-        waits = is_cluster or needs_compilation or self.config.profile_steps or is_summarized
-        is_needed = self.ends_epoch(step + 1) or self.evaluator.is_due(step + 1)
-        if waits or is_needed or self.should_save(step + 1):
-            finished += self.step_runner.finish()
-        self.timer.end_step(self.config.batch_size * len(finished), not needs_compilation)
         self.evaluations = []
+        inputs = self.make_input(step, batch)
+        is_summarized = self.logger.is_summary_step(step + 1)
+        if not self.runner.is_traced(inputs):
+            return self.compile_and_run(inputs, is_summarized)
+
+        with self.timer.phase("train"):
+            finished = self.runner.start(inputs, keep_gradients=is_summarized)
+            self.timer.note_start(finished[-1].end if finished else None)
+            if self.is_awaited(step + 1):
+                finished += self.runner.finish()
+        self.timer.end_step(self.config.batch_size * len(finished))
         return finished
+
+    def make_input(self, step: int, batch: Batch) -> StepInput:
+        """Return what the step needs that follows after `step` steps."""
+        rates = self.state.optimizer.learning_rates(step)
+        signal = self.signals.received if self.workers.size > 1 else None
+        return StepInput(step, batch, rates, self.image_size_at(step), signal)
+
+    def compile_and_run(self, inputs: StepInput, is_summarized: bool) -> list[FinishedStep]:
+        """Trace and run a step of a new image size or with other active parameter groups."""
+        is_first = not self.runner.traced
+        with self.timer.phase("compile"):
+            self.logger.progress.activity("compiling the step")
+            function = self.runner.trace(inputs)
+            if is_first:
+                self.logger.log_graph(function)
+            finished = self.runner.start(inputs, keep_gradients=is_summarized)
+            finished += self.runner.finish()
+        self.timer.end_compilation()
+        return finished
+
+    def is_awaited(self, step: int) -> bool:
+        """Return whether the metrics of this step are needed before the next one starts.
+
+        They are on a cluster, where they hold the signals of all workers, and in a profile.
+        """
+        is_shown = self.logger.is_summary_step(step) or self.ends_epoch(step)
+        is_kept = self.evaluator.is_due(step) or self.should_save(step)
+        return is_shown or is_kept or self.workers.size > 1 or bool(self.config.profile_steps)
 
     def ends_epoch(self, step: int) -> bool:
         """Return whether an epoch, or the run, ends with this step."""
@@ -407,7 +430,7 @@ class Training:
         """Return whether the metrics of this step have arrived and it was not skipped. The last
         step is saved after the loop.
         """
-        is_good = self.step_runner.is_up_to_date and not self.health.skipped_in_a_row
+        is_good = self.runner.is_up_to_date and not self.health.skipped_in_a_row
         return is_good and step < self.length.last
 
     # After a step
@@ -419,23 +442,23 @@ class Training:
                 if self.health.skipped_in_a_row >= MAX_SKIPPED_STEPS:
                     raise DivergedError(f"{line}; {self.describe_latest()}; {ADVICE}")
                 self.log(line)
-            diagnostics = self._diagnose(each) if self.logger.is_summary_step(each.step) else None
-            record = self.logger.log_step(each, diagnostics, self.health.skipped_steps)
-            if record:
-                self.callbacks.step(each.step, record)
-        self.timer.end_phase("compile" if self._was_slow else "report")
+            diagnostics = self.diagnose(each) if self.logger.is_summary_step(each.step) else None
+            with self.timer.phase("report"):
+                record = self.logger.log_step(each, diagnostics, self.health.skipped_steps)
+                if record:
+                    self.callbacks.step(each.step, record)
 
-    def _diagnose(self, finished: FinishedStep) -> StepDiagnostics:
+    def diagnose(self, finished: FinishedStep) -> StepDiagnostics:
         """Return the diagnostics of a step, with the gradient norms and cosines of all workers'
         towers.
         """
-        diagnostics = self.diagnose(finished)
-        self._was_slow, self._is_diagnosed = self._was_slow or not self._is_diagnosed, True
-        pairs = self.workers.gather(
-            (diagnostics.tower_gradient_norm, diagnostics.tower_gradient_cosine)
+        with self.timer.phase("report" if self.diagnoser.is_compiled else "compile"):
+            diagnostics = self.diagnoser.diagnose(finished)
+            ours = diagnostics.tower_gradient_norm, diagnostics.tower_gradient_cosine
+            norms, cosines = zip(*self.workers.gather(ours), strict=True)
+        return diagnostics._replace(
+            tower_gradient_norm=np.concatenate(norms), tower_gradient_cosine=np.concatenate(cosines)
         )
-        norms, cosines = map(np.concatenate, zip(*pairs, strict=True))
-        return diagnostics._replace(tower_gradient_norm=norms, tower_gradient_cosine=cosines)
 
     def note_target(self, step: int) -> None:
         """Set `reached` once the reported weights meet the target on the first split without
@@ -468,13 +491,13 @@ class Training:
         """Score the validation split if there is one, else test; both if `final`. Log the
         scores.
         """
-        evaluations = self.evaluator.run(final)
-        self.evaluations = self.logger.log_evaluation(
-            step, evaluations, self.evaluator.splits, final
-        )
-        for record in self.evaluations:
-            self.callbacks.evaluation(step, record)
-        self.timer.end_phase("evaluate")
+        with self.timer.phase("evaluate"):
+            evaluations = self.evaluator.run(final)
+            self.evaluations = self.logger.log_evaluation(
+                step, evaluations, self.evaluator.splits, final
+            )
+            for record in self.evaluations:
+                self.callbacks.evaluation(step, record)
 
     def values(self) -> dict[str, np.ndarray]:
         """Return the values of all variables by name."""
@@ -501,9 +524,10 @@ class Training:
             "failed_saves": self.directory.failed_saves,
             **self.timer.metadata(),
             **self.health.metadata(),
+            **self.logger.smoothed_losses.metadata(),
         }
-        saved = self.directory.save(step, self.values(), metadata)
-        self.timer.end_phase("save")
+        with self.timer.phase("save"):
+            saved = self.directory.save(step, self.values(), metadata)
         if saved:
             self.logger.saved_step = step
         return saved
@@ -514,7 +538,7 @@ class Training:
 
     def save_early(self, step: int) -> Interrupted:
         """Save the last finished step, and return the error to raise after a signal."""
-        self.check_and_log(self.step_runner.finish())
+        self.check_and_log(self.runner.finish())
         self.logger.progress.pause()
         saved = self.save_now(step, wait=True)
         outcome = f"saved step {step}" if saved else self.describe_latest()
@@ -531,7 +555,7 @@ class Training:
         if worker_is_lost or isinstance(error, DivergedError) or step == 0:
             return
         try:
-            for finished in self.step_runner.finish():
+            for finished in self.runner.finish():
                 self.health.record(finished)
             if self.save_now(step):
                 self.log(f"stopped by an error; saved step {step}: {HOW_TO_RESUME}")

@@ -30,6 +30,8 @@ SAME_LAYER = {  # (folder, imported module or folder of the same layer): the rea
     ("files", "errors"): "the text of an error in one line",
     ("hardware", "errors"): "another backend of Keras raises UsageError",
     ("reporting", "training.diagnostics"): "plain result types cross folders",
+    ("reporting", "training.hard_examples"): "the name of the proxy in reports",
+    ("reporting", "training.runner"): "plain result types cross folders",
     ("reporting", "training.step"): "plain result types cross folders",
     ("reporting", "evaluation.score"): "plain result types cross folders",
 }

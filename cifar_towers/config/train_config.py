@@ -201,8 +201,8 @@ class TrainConfig(DeviceConfig):
     )
     variable_placement: str = _towers.free(
         "",
-        "device of the towers' shared variables; empty: cpu; on GPUs round_robin for speednets "
-        "and --jit_compile",
+        "device of the towers' shared variables; default: cpu, or round_robin for speednets on "
+        "GPUs; with jit_compile they are on the first tower's device",
         choices=("cpu", "round_robin", "least_loaded"),
     )
     batch_statistics: str = _towers.recipe(
@@ -555,6 +555,10 @@ CONFLICTS: tuple[
     (
         lambda c: c.jit_compile and c.batch_statistics == "synchronized",
         "jit_compile cannot compile batch_statistics=synchronized; leave it",
+    ),
+    (
+        lambda c: c.jit_compile and c.variable_placement,
+        "with jit_compile all variables are on the first tower's device; leave variable_placement",
     ),
     (
         lambda c: c.strategy != "towers" and c.variable_placement not in ("", "cpu"),

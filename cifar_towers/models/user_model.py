@@ -126,11 +126,6 @@ def check_model(
         )
 
 
-def adds_losses(model: Functional, image_size: int) -> bool:
-    """Return whether a call in training adds losses, by regularizers or by `add_loss`."""
-    return bool(_trace_training(model, image_size)[0])
-
-
 def _trace_training(
     model: Functional, image_size: int
 ) -> tuple[list[tf.Tensor], list[keras.Variable]]:

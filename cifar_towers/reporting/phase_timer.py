@@ -1,19 +1,26 @@
 """Wall-clock seconds of a run by phase and images per second."""
 
+import contextlib
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
 
 Phase = Literal["start", "train", "input", "report", "compile", "evaluate", "save"]
-STEP_PHASES = (
-    "train",
-    "input",
-    "report",
-)  # of every step: the step, the wait for its batch, logging
+# of every step: the step, the wait for its batch, logging
+STEP_PHASES = ("train", "input", "report")
 TRAINING_PHASES = (*STEP_PHASES, "compile")
 RECENT_STEPS = 20  # steps that recent rates are averaged over
+Item = TypeVar("Item")
+
+
+class TimedStep(NamedTuple):
+    """The times of the host's turn in which a step was started."""
+
+    images: int  # of the steps that finished in it: none, this one or the one before, or both
+    idle: float  # seconds in which the device had no batch
+    seconds: float
 
 
 class PhaseTimer:
@@ -22,15 +29,15 @@ class PhaseTimer:
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)  # by phase
         self.images = 0  # trained on in steps that needed no compilation
-        self._last_end = time.monotonic()
-        self._input_wait = 0.0  # of the current step
-        # seconds of input and of logging since the last step, while a GPU may compute the next one
-        self._beside = 0.0
-        self._recent: deque[tuple[int, float, float]] = deque(
-            maxlen=RECENT_STEPS
-        )  # images, input wait, seconds
+        self._made = time.monotonic()
+        self._asked = 0.0  # when the current batch was asked for
+        self._received = 0.0  # when it came
+        self._step_ended = 0.0  # when the last step ended of which this is known
+        self._seconds_before = 0.0  # in the phases of steps, at the end of the step before
+        self._idle = 0.0
+        self._recent: deque[TimedStep] = deque(maxlen=RECENT_STEPS)
 
-    def resume(self, metadata: Mapping[str, Any]) -> None:
+    def restore(self, metadata: Mapping[str, Any]) -> None:
         """Add the times of a checkpoint, as `metadata` returned them."""
         for phase, seconds in metadata["seconds"].items():
             self.seconds[phase] += seconds
@@ -45,47 +52,79 @@ class PhaseTimer:
         seconds = {phase: round(each, 3) for phase, each in self.seconds.items()}
         return {"seconds": seconds, "images_per_sec": self.images_per_sec()}
 
-    def end_phase(self, phase: Phase) -> float:
-        """Book the seconds since the end of the last phase, and return them."""
-        now = time.monotonic()
-        seconds, self._last_end = now - self._last_end, now
-        self.seconds[phase] += seconds
-        if phase == "input":
-            self._input_wait = seconds
-        if phase in ("input", "report"):
-            self._beside += seconds
-        return seconds
+    # Phases
 
-    def end_step(self, images: int, is_traced: bool) -> None:
-        """End the phase of a step: "train", or "compile" if the step was not traced before.
+    @contextlib.contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Book the seconds of the context."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.monotonic() - start
 
-        `images` are those of the steps that finished in it: none, this one or the one before, or
-        both.
+    def end_start(self) -> None:
+        """Book the seconds since the timer was made as the start."""
+        self.seconds["start"] += time.monotonic() - self._made
+
+    def inputs(self, batches: Iterable[Item]) -> Iterator[Item]:
+        """Yield the batches, and book the seconds of the wait for each."""
+        remaining = iter(batches)
+        while True:
+            self._asked = time.monotonic()
+            with self.phase("input"):
+                batch = next(remaining, None)
+            self._received = time.monotonic()
+            if batch is None:
+                return
+            yield batch
+
+    # Steps
+
+    def note_start(self, step_ended: float | None) -> None:
+        """Note that the step of the current batch has started: after the step before, which ended
+        at `step_ended`, by `time.monotonic`, if that is known now.
         """
-        seconds = self.end_phase("train" if is_traced else "compile")
-        if is_traced:
-            self.images += images
-            self._recent.append((images, self._input_wait, self._beside + seconds))
-        self._beside = 0.0
+        if step_ended:
+            self._step_ended = step_ended
+        idle_from = max(self._asked, self._step_ended)
+        self._idle = max(0.0, self._received - idle_from)
+
+    def end_step(self, images: int) -> None:
+        """Note the end of a turn of the host, in which a step was started and steps with so many
+        images have finished.
+        """
+        self.images += images
+        seconds = self._step_seconds()
+        self._recent.append(TimedStep(images, self._idle, seconds - self._seconds_before))
+        self._seconds_before = seconds
+
+    def end_compilation(self) -> None:
+        """Note the end of a step that was compiled. It counts in no rate."""
+        self._seconds_before = self._step_seconds()
 
     def recent_rates(self) -> tuple[float, float] | tuple[None, None]:
-        """Return the images per second of the last 20 steps, and the fraction of their time spent
-        waiting for batches.
+        """Return the images per second of the last 20 steps, and the fraction of their time in
+        which the device had no batch.
 
         Compilation, evaluation and saving do not count. Both are None until a step finished that
         needed no compilation.
         """
-        images, waits, seconds = (
-            map(sum, zip(*self._recent, strict=True)) if self._recent else (0, 0.0, 0.0)
-        )
-        return (images / seconds, waits / seconds) if images else (None, None)
+        images = sum(step.images for step in self._recent)
+        if not images:
+            return None, None
+        seconds = sum(step.seconds for step in self._recent)
+        idle = sum(step.idle for step in self._recent)
+        return images / seconds, idle / seconds
 
     def images_per_sec(self) -> float | None:
         """Return the rate of all steps that needed no compilation, with their logging; None if
         there are none.
         """
-        seconds = sum(self.seconds.get(phase, 0.0) for phase in STEP_PHASES)
-        return self.images / seconds if self.images else None
+        return self.images / self._step_seconds() if self.images else None
+
+    def _step_seconds(self) -> float:
+        return sum(self.seconds.get(phase, 0.0) for phase in STEP_PHASES)
 
 
 def training_seconds(seconds: Mapping[str, float]) -> float:

@@ -37,10 +37,13 @@ from cifar_towers.reporting import figures
 from cifar_towers.reporting.console import Progress, ProgressStatus, format_seconds
 from cifar_towers.reporting.phase_timer import PhaseTimer, training_seconds
 from cifar_towers.reporting.records import JsonlWriter, format_rate
+from cifar_towers.reporting.smoothed_losses import SmoothedLosses
 from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWriter
 from cifar_towers.towers import Tower, placement_report
 from cifar_towers.training.diagnostics import StepDiagnostics
-from cifar_towers.training.step import FinishedStep, StepMetrics, without_gradients
+from cifar_towers.training.hard_examples import PROXY
+from cifar_towers.training.runner import FinishedStep
+from cifar_towers.training.step import StepMetrics, without_gradients
 
 PACKAGES = (
     "cifar-towers",
@@ -97,6 +100,7 @@ class RunLogger:
         self.log = self.progress.log
         self.metrics = JsonlWriter(self.directory)
         self.tensorboard = TensorBoardWriter(self.directory)
+        self.smoothed_losses = SmoothedLosses()  # of the final tower
         self._epoch: list[StepMetrics] = []
         self.saved_step = 0  # the newest checkpoint since the last epoch; 0: none
         self._unwritten: dict[str, dict] = {}  # file name -> content
@@ -188,8 +192,10 @@ class RunLogger:
         """Show the metrics of a step, and write them with its learning rates by parameter group and
         its diagnostics, if any. Return the record that was written; None if none was due.
         """
-        step, metrics, rates = finished.step, finished.metrics, finished.learning_rates
+        step, metrics, rates = finished.step, finished.metrics, finished.rates
         self._epoch.append(without_gradients(metrics))
+        if metrics.updated:
+            self.smoothed_losses.update(metrics.losses)
         rate, (images_per_sec, input_wait) = next(iter(rates.values())), self.timer.recent_rates()
         self.progress.step(self._status(step, metrics.loss, metrics.accuracy, rate))
         if not diagnostics and not _is_due(
@@ -221,9 +227,11 @@ class RunLogger:
         )
         scalars |= {f"learning_rate/{group}": rate for group, rate in rates.items()}
         scalars |= {f"losses/{term} (raw)": loss for term, loss in metrics.losses.items()}
-        scalars |= {f"losses/{term}": loss for term, loss in metrics.smoothed_losses.items()}
-        if metrics.proxy:
-            scalars |= {"proxy/loss": metrics.proxy.loss, "proxy/accuracy": metrics.proxy.accuracy}
+        smoothed = self.smoothed_losses.averages()
+        scalars |= {f"losses/{term}": loss for term, loss in smoothed.items()}
+        if finished.proxy_metrics:
+            scalars[f"{PROXY}/loss"] = finished.proxy_metrics.loss
+            scalars[f"{PROXY}/accuracy"] = finished.proxy_metrics.accuracy
         if diagnostics:
             scalars |= memory_usage(self.setup.local_towers)
             if len(self.setup.towers) > 1:

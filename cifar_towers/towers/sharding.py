@@ -52,27 +52,35 @@ def run_on_towers(
     return results
 
 
-def run_micro_batches(fn: Callable[[Any], Any], shard: Any, count: int) -> list[Any]:
-    """Split a shard into `count` micro-batches of equal size, call `fn` on each, and return the
-    results in order.
+def run_micro_batches(
+    fn: Callable[[Any], Any], shard: Any, count: int, add: Callable[[Any, Any], Any]
+) -> Any:
+    """Split a shard into `count` micro-batches of equal size, call `fn` on each, and return the sum
+    of the results.
 
-    When the graph runs, each micro-batch waits for the result of the previous one. Memory then
-    holds the activations of one micro-batch at a time, but the results of all.
+    When the graph runs, each micro-batch waits for the sum so far. Memory then holds the
+    activations of one micro-batch at a time, and one sum.
+
+    Args:
+      add: function (sum so far, result) -> sum.
 
     Raises:
       ValueError: axis 0 is unknown or not the same in all tensors, or `count` does not divide it.
     """
     if count == 1:
-        return [fn(shard)]
-    results: list[Any] = []
+        return fn(shard)
+
+    total = None
     for index, part in enumerate(_split(shard, count)):
         with tf.name_scope(f"part_{index}"):
-            if results:
-                previous = [tensor for tensor in tf.nest.flatten(results[-1]) if tensor is not None]
-                with tf.control_dependencies(previous):
-                    part = tf.nest.map_structure(tf.identity, part)
-            results.append(fn(part))
-    return results
+            if index == 0:
+                total = fn(part)
+                continue
+            earlier = [tensor for tensor in tf.nest.flatten(total) if tensor is not None]
+            with tf.control_dependencies(earlier):
+                part = tf.nest.map_structure(tf.identity, part)
+            total = add(total, fn(part))
+    return total
 
 
 def _split(batch: Any, count: int, allow_uneven: bool = False) -> list[Any]:

@@ -2,6 +2,7 @@
 values.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -33,16 +34,11 @@ from cifar_towers.training.distributed_step import (
     make_multi_worker_strategy,
     make_strategy,
 )
-from cifar_towers.training.losses import OWN, cross_entropy, make_loss
+from cifar_towers.training.hard_examples import PROXY, HardExamples, make_hard_examples
+from cifar_towers.training.losses import cross_entropy, make_loss
 from cifar_towers.training.optimizers import make_optimizer
 from cifar_towers.training.state import TrainState
-from cifar_towers.training.step import (
-    PROXY,
-    Update,
-    compile_whole,
-    make_update,
-    select_hard_examples,
-)
+from cifar_towers.training.step import compile_whole, make_update
 
 log = logging.getLogger(__name__)
 
@@ -192,22 +188,14 @@ def make_model(
     return model
 
 
-def make_loss_fn(config: TrainConfig, model: keras.Model) -> tuple[Callable, list[str]]:
-    """Return the tower's loss, with the weight losses that belong to the net, and the names of its
-    terms.
-    """
-    decays = WEIGHT_DECAYS.get(config.model, {})
+def make_loss_fn(config: TrainConfig, model: keras.Model) -> Callable:
+    """Return the tower's loss, with the weight losses that belong to the net; see `make_loss`."""
     paths = [variable.path for variable in model.trainable_variables]
-    weight_losses = {
-        layer: (paths.index(f"{layer}/kernel"), factor) for layer, factor in decays.items()
-    }
-    terms = ["cross_entropy", *(f"{layer}/weight_loss" for layer in weight_losses)]
-    if config.user_model and user_model.adds_losses(model, config.crop or config.image_size):
-        terms.append(OWN)
-    return make_loss(make_example_loss(config, model.output.shape[-1]), weight_losses), [
-        *terms,
-        "total_loss",
-    ]
+    weight_losses = {}
+    for layer, factor in WEIGHT_DECAYS.get(config.model, {}).items():
+        weight_losses[layer] = paths.index(f"{layer}/kernel"), factor
+    num_classes = model.output.shape[-1]
+    return make_loss(make_example_loss(config, num_classes), weight_losses)
 
 
 def make_training(
@@ -218,8 +206,8 @@ def make_training(
     length: schedules.RunLength,
     augmentation: Augmentation,
     strategy: tf.distribute.Strategy | None = None,
-) -> tuple[TrainState, Update]:
-    """Return state and step of a run, whose variables are shared or mirrored.
+) -> tuple[TrainState, Any, HardExamples | None]:
+    """Return state and step of a run, and the selection of hard examples if it has one.
 
     The step is a `tf.function` with the arguments that `step.make_update` describes. On a cluster,
     whose `strategy` joins the towers of all workers, the step also takes `stop_signal`.
@@ -227,51 +215,62 @@ def make_training(
     Raises:
       UsageError: the machine or the model does not allow this.
     """
-    placement = resolve_placement(config, towers)
-    beside_all = len(towers) == 1 and (
-        placement != "cpu" or towers[0].device == HOST
-    )  # the only tower, all variables
-    compiles_whole = config.jit_compile and beside_all and not augmentation.own
-    home = towers[0].device if compiles_whole else HOST
-    make_state_fn = functools.partial(make_state, config, precision, train, length, home)
-    parts = config.micro_batches
+    make = functools.partial(make_state, config, precision, train, length)
     if config.strategy == "mirrored":
         strategy = make_strategy(towers)
     if strategy:
         with strategy.scope():
-            state, loss_fn = make_state_fn()
-        return state, make_mirrored_step(strategy, state, towers, loss_fn, augmentation, parts)
+            state, loss_fn = make()
+        step = make_mirrored_step(
+            strategy, state, towers, loss_fn, augmentation, config.micro_batches
+        )
+        return state, step, None
+
     options: dict[str, Any] = {
-        "micro_batches": parts,
+        "micro_batches": config.micro_batches,
         "synchronized": config.batch_statistics == "synchronized",
     }
-    with variable_placement(placement, towers):
-        state, loss_fn = make_state_fn()
+    step_device = towers[0].device if config.jit_compile else HOST
+    with place_variables(config, towers):
+        state, loss_fn = make(step_device=step_device)
         update = make_update(state, towers, loss_fn, augmentation, **options)
+        if config.jit_compile and len(towers) == 1 and not augmentation.own:
+            update = compile_whole(update)
+
+        hard_examples = None
         if config.hard_example_pool:
             with tf.name_scope(PROXY):
-                state.proxy, proxy_loss = make_state(
-                    proxy_config(config), precision, train, length, home
+                proxy, proxy_loss = make_state(
+                    proxy_config(config), precision, train, length, step_device
                 )
+            proxy_update = make_update(proxy, towers, proxy_loss, augmentation, **options)
             example_loss = make_example_loss(config, len(train.info.class_names))
-            proxy_options = options | {"example_loss": example_loss}
-            proxy_update = make_update(
-                state.proxy, towers, proxy_loss, augmentation, **proxy_options
+            hard_examples = make_hard_examples(
+                proxy,
+                proxy_update,
+                towers,
+                example_loss,
+                augmentation,
+                config.batch_size,
+                **options,
             )
-            update = select_hard_examples(update, proxy_update, config.batch_size)
-    if compiles_whole:
-        update = compile_whole(update)
-    return state, tf.function(update, autograph=False)
+    return state, tf.function(update, autograph=False), hard_examples
 
 
-def resolve_placement(config: TrainConfig, towers: Sequence[Tower]) -> str:
-    """Return the variable placement of a run: the config's, or the default for its model, devices
-    and `jit_compile`.
+def place_variables(
+    config: TrainConfig, towers: Sequence[Tower]
+) -> contextlib.AbstractContextManager[None]:
+    """Return the scope of a run's variables: where the config places them, by default on the host.
+
+    With `jit_compile` they are all on the first tower's device.
     """
-    by_gpus = (
-        config.model in SPEEDNETS or config.jit_compile
-    )  # the update of a speednet is too much for their host
-    return config.variable_placement or ("round_robin" if by_gpus and on_gpus(towers) else "cpu")
+    if config.jit_compile:
+        return variable_placement("round_robin", towers[:1])
+    if config.variable_placement:
+        return variable_placement(config.variable_placement, towers)
+    # the update of a speednet is too much for the host of GPUs
+    is_too_much = config.model in SPEEDNETS and on_gpus(towers)
+    return variable_placement("round_robin" if is_too_much else "cpu", towers)
 
 
 def proxy_config(config: TrainConfig) -> TrainConfig:
@@ -289,13 +288,16 @@ def proxy_config(config: TrainConfig) -> TrainConfig:
 
 
 def make_state(
-    config: TrainConfig, precision: str, train: Split, length: schedules.RunLength, home: str = HOST
+    config: TrainConfig,
+    precision: str,
+    train: Split,
+    length: schedules.RunLength,
+    step_device: str = HOST,
 ) -> tuple[TrainState, Callable]:
     """Return (state, loss function): everything with variables, in the placement of the surrounding
     scope.
     """
     model = make_model(config, precision, train.info, train)
-    loss_fn, terms = make_loss_fn(config, model)
     optimizer = make_optimizer(
         config.optimizer,
         model,
@@ -308,10 +310,16 @@ def make_state(
         total_steps=length.total,
         is_speednet=config.model in SPEEDNETS,
     )
-    averages = config.ema_decay, config.lookahead
-    return TrainState(
-        model, optimizer, terms, length.total, *averages, config.jit_compile, home
-    ), loss_fn
+    state = TrainState(
+        model,
+        optimizer,
+        length.total,
+        ema_decay=config.ema_decay,
+        lookahead=config.lookahead,
+        jit_compile=config.jit_compile,
+        step_device=step_device,
+    )
+    return state, make_loss_fn(config, model)
 
 
 def role_schedules(config: TrainConfig, length: schedules.RunLength) -> dict[str, tuple]:

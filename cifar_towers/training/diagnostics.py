@@ -2,7 +2,7 @@
 were skipped.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -10,10 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers.data.augment import Augmentation
+from cifar_towers.data.batches import Batch
 from cifar_towers.models import layers
 from cifar_towers.towers import Tower
 from cifar_towers.towers.keras_parallel import first_call, variable_values
-from cifar_towers.training.step import PROXY, FinishedStep, StepMetrics, gather_rows
+from cifar_towers.training.hard_examples import PROXY
+from cifar_towers.training.runner import FinishedStep
+from cifar_towers.training.step import StepMetrics
 
 NUM_EXAMPLES = 64  # whose activations are measured
 NUM_IMAGES = 16  # of these, that are shown
@@ -42,55 +45,67 @@ class StepDiagnostics(NamedTuple):
     )  # [K] cosine between each tower's gradient and the mean gradient
 
 
-def make_diagnose_fn(
-    model: keras.Model, augmentation: Augmentation, towers: Sequence[Tower]
-) -> Callable[[FinishedStep], StepDiagnostics]:
-    """Return the function that computes the diagnostics of a finished step.
-
-    Call it before the next step starts: it reads the weights.
+class Diagnoser:
+    """Computes the diagnostics of finished steps.
 
     Args:
-      towers: those of this process.
-    """
-    measured = activation_layers(model)
-    outputs = [first_call(model, layer).output_tensors[0] for layer in measured]
-    activations_of = keras.Model(model.input, outputs) if measured else None
+      towers: the towers of this process.
 
-    def diagnose(finished: FinishedStep) -> StepDiagnostics:
-        batch, metrics = finished.batch, finished.metrics
-        if metrics.hard_examples is not None:
-            batch = gather_rows(batch, metrics.hard_examples)
-        start = len(batch.labels) * (len(towers) - 1) // len(towers)
-        first = tf.nest.map_structure(lambda tensor: tensor[start : start + NUM_EXAMPLES], batch)
-        values: Sequence = []
-        with tf.device(towers[-1].device):
-            images, _ = augmentation.augment_with_labels(
-                first.images, first.labels, first.draws, finished.image_size
-            )
-            if activations_of:
-                values, _ = activations_of.stateless_call(
-                    *variable_values(activations_of), images, training=True
-                )
-        names = [variable.path for variable in model.trainable_variables]
-        gradients = {
-            name: g for name, g in zip(names, metrics.gradients, strict=True) if g is not None
-        }
-        norms, cosines = tower_agreement(metrics)
+    Attributes:
+      is_compiled: whether a step was diagnosed, so that the next takes no time to be compiled.
+    """
+
+    def __init__(self, model: keras.Model, augmentation: Augmentation, towers: Sequence[Tower]):
+        self.model = model
+        self.augmentation = augmentation
+        self.towers = towers
+        self.is_compiled = False
+        self._measured = activation_layers(model)
+        outputs = [first_call(model, layer).output_tensors[0] for layer in self._measured]
+        self._activations = keras.Model(model.input, outputs) if outputs else None
+
+    def diagnose(self, finished: FinishedStep) -> StepDiagnostics:
+        """Return the diagnostics of a step. Call it before the next step starts: it reads the
+        weights.
+        """
+        self.is_compiled = True
+        variables = self.model.trainable_variables
+        pairs = zip(variables, finished.metrics.gradients, strict=True)
+        norms, cosines = tower_agreement(finished.metrics)
+        examples = self._first_examples(finished)
+        images, activations = self._activations_of(examples, finished.image_size)
         return StepDiagnostics(
-            images=_as_float32(images)[:NUM_IMAGES],
-            labels=first.labels.numpy()[:NUM_IMAGES],
-            activations={
-                layer.name: _as_float32(v) for layer, v in zip(measured, values, strict=False)
-            },
-            weights={
-                variable.path: _as_float32(variable.value) for variable in model.trainable_variables
-            },
-            gradients=gradients,
+            images=images[:NUM_IMAGES],
+            labels=examples.labels.numpy()[:NUM_IMAGES],
+            activations=activations,
+            weights={variable.path: _as_float32(variable.value) for variable in variables},
+            gradients={variable.path: g for variable, g in pairs if g is not None},
             tower_gradient_norm=norms,
             tower_gradient_cosine=cosines,
         )
 
-    return diagnose
+    def _first_examples(self, finished: FinishedStep) -> Batch:
+        """Return the first examples of the final tower."""
+        count = len(self.towers)
+        start = len(finished.batch.labels) * (count - 1) // count
+        return tf.nest.map_structure(
+            lambda tensor: tensor[start : start + NUM_EXAMPLES], finished.batch
+        )
+
+    def _activations_of(
+        self, examples: Batch, image_size: int
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return the augmented images, and the outputs of the measured layers by name."""
+        with tf.device(self.towers[-1].device):
+            images, _ = self.augmentation.augment_with_labels(
+                examples.images, examples.labels, examples.draws, image_size
+            )
+            outputs: Sequence[tf.Tensor] = []
+            if self._activations:
+                values = variable_values(self._activations)
+                outputs, _ = self._activations.stateless_call(*values, images, training=True)
+        pairs = zip(self._measured, outputs, strict=True)
+        return _as_float32(images), {layer.name: _as_float32(output) for layer, output in pairs}
 
 
 def activation_layers(model: keras.Model) -> list[keras.layers.Layer]:
@@ -172,8 +187,8 @@ class Health:
         skipped, else "".
         """
         metrics, prefix = finished.metrics, ""
-        if metrics.updated and metrics.proxy:
-            metrics, prefix = metrics.proxy, f"{PROXY}: "
+        if metrics.updated and finished.proxy_metrics:
+            metrics, prefix = finished.proxy_metrics, f"{PROXY}: "
         if metrics.updated:
             self.skipped_in_a_row = 0
             return ""

@@ -6,21 +6,21 @@ replica applies the same update to its copy.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from cifar_towers.data.augment import Augmentation
-from cifar_towers.data.batches import Batch
 from cifar_towers.errors import UsageError
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.devices import make_towers, on_gpus
-from cifar_towers.training.state import TrainState, UpdateResult
+from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import (
     StepMetrics,
     TowerResult,
     Update,
     all_finite,
+    as_tensors,
     make_step_metrics,
     make_tower_fn,
 )
@@ -93,71 +93,69 @@ def make_mirrored_step(
     Args:
       state: built in `strategy.scope()`.
     """
-    tower_fn = make_tower_fn(state, loss_fn, augmentation, micro_batches)
+    train_on_tower = make_tower_fn(state, loss_fn, augmentation, micro_batches)
     local_towers = towers_here(strategy, towers)
 
-    def on_replica(shards: Sequence[Batch], groups: frozenset[str], image_size: int, stop_signal):
-        """Run the tower of this replica, then exchange its result with the other replicas."""
+    def on_replica(shards, rates, image_size, stop_signal) -> "ReplicaResult":
+        """Run the tower of this replica, meet the other replicas, and update its variables."""
         context = tf.distribute.get_replica_context()
         tower = towers[int(tf.get_static_value(context.replica_id_in_sync_group))]
+        shard = shards[local_towers.index(tower)]
         with tf.name_scope(tower.name):
-            result = tower_fn(tower, shards[local_towers.index(tower)], groups, image_size)
-        own_gradients, new_values = result.gradients, result.non_trainable
-        floating = [
-            value if value is not None and value.dtype.is_floating else None for value in new_values
-        ]
+            result = train_on_tower(tower, shard, rates.keys(), image_size)
+
         with tf.name_scope("all_reduce"):  # the replicas meet here
-            gradients, reduced = _all_reduce(context, own_gradients, floating)
-            scalars = result.losses, result.num_correct
-            scalars, signals = _all_gather(context, (scalars, stop_signal), tower, len(towers))
-        losses, num_correct = scalars  # [K] each: those of all towers
-        exchanged = result._replace(
-            losses=losses,
-            gradients=gradients,
-            non_trainable=[
-                own if new is None else new for own, new in zip(new_values, reduced, strict=True)
-            ],
-            num_correct=num_correct,
-        )
-        return exchanged, own_gradients, None if signals is None else tf.reduce_max(signals)
+            means = _all_reduce_mean(context, [*result.gradients, *result.statistics])
+            num_weights = len(result.gradients)
+            gradients, statistics = means[:num_weights], means[num_weights:]
+            scalars = result.losses, result.num_correct, stop_signal
+            losses, num_correct, signals = _all_gather(context, scalars, tower, len(towers))
+        return ReplicaResult(gradients, statistics, losses, num_correct, signals, result.gradients)
 
-    def update_replica(_, gradients, non_trainable, losses, learning_rates, finite) -> UpdateResult:
+    def update_replica(_, gradients, statistics, rates, finite) -> tuple[tf.Tensor, tf.Tensor]:
         pairs = list(zip(gradients, state.weights, strict=True))
-        return state.apply(pairs, non_trainable, losses, learning_rates, finite)
+        return state.apply(pairs, statistics, rates, finite)
 
-    def train_step(batch, learning_rates, image_size, stop_signal) -> StepMetrics:
-        args = split_batch(batch, local_towers), frozenset(learning_rates), image_size, stop_signal
-        reduced, own_gradients, signal = strategy.run(on_replica, args)
-        local = _by_replica(strategy, (reduced._replace(non_trainable=[]), own_gradients, signal))
-        results = _tower_results(local[0][0], len(towers))
-        updated = strategy.extended.update(
+    def train_step(batch, rates, image_size, stop_signal) -> StepMetrics:
+        shards = split_batch(batch, local_towers)
+        reduced = strategy.run(on_replica, (shards, rates, image_size, stop_signal))
+
+        local = _by_replica(strategy, reduced._replace(statistics=[]))
+        first = local[0]
+        results = _tower_results(first, len(towers))
+
+        outcome = strategy.extended.update(
             state.step,
             update_replica,
-            args=(
-                reduced.gradients,
-                reduced.non_trainable,
-                results[-1].losses,
-                learning_rates,
-                all_finite(results),
-            ),
+            args=(reduced.gradients, reduced.statistics, rates, all_finite(results)),
         )
-        gradients = list(zip(local[0][0].gradients, state.weights, strict=True))
+        updated, gradient_norm = _by_replica(strategy, outcome)[0]
+
         num_examples = batch.labels.shape[0] * len(towers) // len(local_towers)
-        metrics = make_step_metrics(
-            results, gradients, _by_replica(strategy, updated)[0], num_examples
-        )
+        metrics = make_step_metrics(results, updated, gradient_norm, num_examples)
         return metrics._replace(
-            tower_gradients=[own for _, own, _ in local], stop_signal=local[0][2]
+            gradients=as_tensors(first.gradients),
+            tower_gradients=[as_tensors(replica.tower_gradients) for replica in local],
+            stop_signal=None if first.signals is None else tf.reduce_max(first.signals),
         )
 
-    def without_signal(
-        batch, learning_rates, image_size=0
-    ) -> StepMetrics:  # a traced function has no defaults
-        return train_step(batch, learning_rates, image_size, None)
+    def without_signal(batch, rates, image_size=0) -> StepMetrics:
+        return train_step(batch, rates, image_size, None)
 
-    return tf.function(
-        without_signal if len(local_towers) == len(towers) else train_step, autograph=False
-    )
+    # a traced function has no defaults
+    is_alone = len(local_towers) == len(towers)
+    return tf.function(without_signal if is_alone else train_step, autograph=False)
+
+
+class ReplicaResult(NamedTuple):
+    """What a replica knows after the exchange with the others."""
+
+    gradients: list[tf.Tensor | None]  # N means over the replicas
+    statistics: list[tf.Tensor | None]  # S means over the replicas; integers are its own
+    losses: dict[str, tf.Tensor]  # [K] of all replicas by term
+    num_correct: tf.Tensor  # [K] of all replicas
+    signals: tf.Tensor | None  # [K] of all replicas
+    tower_gradients: list[tf.Tensor | None]  # N of its own
 
 
 def towers_here(strategy: tf.distribute.Strategy, towers: Sequence[Tower]) -> list[Tower]:
@@ -170,13 +168,17 @@ def towers_here(strategy: tf.distribute.Strategy, towers: Sequence[Tower]) -> li
     )
 
 
-def _all_reduce(context, *lists: Sequence) -> list[list]:
-    """Return the means over all replicas of the tensors in lists of gradients and batch statistics;
-    None stays None.
-    """
-    present = [tensor for tensors in lists for tensor in tensors if tensor is not None]
-    reduced = iter(context.all_reduce(MEAN, present) if present else ())
-    return [[None if tensor is None else next(reduced) for tensor in tensors] for tensors in lists]
+def _all_reduce_mean(
+    context: tf.distribute.ReplicaContext, tensors: Sequence[tf.Tensor | None]
+) -> list[tf.Tensor | None]:
+    """Return the means over all replicas; None and integers stay as they are."""
+    floating = [t for t in tensors if t is not None and t.dtype.is_floating]
+    reduced = iter(context.all_reduce(MEAN, floating) if floating else ())
+    means: list[tf.Tensor | None] = []
+    for tensor in tensors:
+        is_floating = tensor is not None and tensor.dtype.is_floating
+        means.append(next(reduced) if is_floating else tensor)
+    return means
 
 
 def _all_gather(context, scalars: Any, tower: Tower, num_towers: int) -> Any:
@@ -186,23 +188,18 @@ def _all_gather(context, scalars: Any, tower: Tower, num_towers: int) -> Any:
     leaves = tf.nest.flatten(scalars)
     row = tf.stack([tf.cast(leaf, tf.float32) for leaf in leaves if leaf is not None])
     table = tf.pad(row[None], [[tower.index, num_towers - 1 - tower.index], [0, 0]])
+
     columns = iter(tf.unstack(context.all_reduce(SUM, table), axis=1))
-    return tf.nest.pack_sequence_as(
-        scalars, [None if leaf is None else next(columns) for leaf in leaves]
-    )
+    gathered = [None if leaf is None else next(columns) for leaf in leaves]
+    return tf.nest.pack_sequence_as(scalars, gathered)
 
 
-def _tower_results(gathered: TowerResult, num_towers: int) -> list[TowerResult]:
-    """Return K results without gradients, as the metrics need them, from one whose scalars are
-    [K].
-    """
-    scalars = gathered.losses, gathered.num_correct
+def _tower_results(gathered: ReplicaResult, num_towers: int) -> list[TowerResult]:
+    """Return the results of all towers as the metrics need them, without gradients."""
     results = []
     for index in range(num_towers):
-        losses, num_correct = tf.nest.map_structure(
-            lambda values, index=index: values[index], scalars
-        )
-        results.append(TowerResult(losses, [], [], num_correct))
+        losses = {term: values[index] for term, values in gathered.losses.items()}
+        results.append(TowerResult(losses, [], [], gathered.num_correct[index]))
     return results
 
 
@@ -211,8 +208,8 @@ def _by_replica(strategy: tf.distribute.Strategy, values: Any) -> list:
     process.
     """
     count = len(strategy.extended.worker_devices)
-    leaves = [strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(values)]
-    leaves = [
-        leaf if len(leaf) == count else leaf * count for leaf in leaves
-    ]  # a None is there once
+    leaves = []
+    for leaf in tf.nest.flatten(values):
+        local = strategy.experimental_local_results(leaf)
+        leaves.append(local if len(local) == count else local * count)  # a None is there once
     return [tf.nest.pack_sequence_as(values, replica) for replica in zip(*leaves, strict=True)]

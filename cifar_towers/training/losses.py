@@ -1,4 +1,4 @@
-"""Loss terms of one tower, and their moving averages.
+"""Loss terms of one tower.
 
 Terms are means over the examples, so that learning rates do not depend on the batch size.
 """
@@ -7,10 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
-from cifar_towers.towers.placement import HOST, pin_to_device
-
 OWN = "model_losses"  # the term of the losses that the model itself adds, as regularizers do
-DECAY = 0.9  # of the moving averages
 
 
 def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
@@ -58,29 +55,3 @@ def make_loss(
         return terms | {"total_loss": tf.add_n(list(terms.values()))}
 
     return loss
-
-
-class SmoothedLosses:
-    """Moving averages of the final tower's loss terms: a <- 0.9 a + 0.1 loss, from 0, debiased."""
-
-    def __init__(self, terms: Sequence[str], device: str = HOST):
-        with pin_to_device(device):
-            self.sums = {
-                term: tf.Variable(0.0, trainable=False, name=f"{term}/average") for term in terms
-            }
-            self.weight = tf.Variable(0.0, trainable=False, name="loss_average_weight")
-
-    def update(self, losses: Mapping[str, tf.Tensor], updated: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Add the losses of one step to the averages if its variables were `updated`; return the
-        averages by term.
-        """
-        with tf.name_scope("loss_averages"), tf.device(self.weight.device):
-            weight = tf.where(updated, DECAY * self.weight + (1 - DECAY), self.weight)
-            self.weight.assign(weight)
-            averages = {}
-            for term, loss in losses.items():
-                total = DECAY * self.sums[term] + (1 - DECAY) * tf.cast(loss, tf.float32)
-                total = tf.where(updated, total, self.sums[term])
-                self.sums[term].assign(total)
-                averages[term] = tf.math.divide_no_nan(total, weight)
-        return averages

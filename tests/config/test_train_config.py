@@ -49,6 +49,7 @@ REFUSALS = {  # what a program's message must mention
         (["--crop=24", "--image_size_schedule=0=24,1=32"], "image_size_schedule"),
         (["--target_accuracy=0.9", "--eval_every_epochs=0"], "eval_every_epochs"),
         (["--jit_compile", "--batch_statistics=synchronized"], "jit_compile"),
+        (["--jit_compile", "--variable_placement=cpu"], "variable_placement"),
         (["--seed=1", "--seeds=2,3"], "seeds=2,3"),
         (["--strategy=multi_worker", "--seeds=0,1"], "strategy=multi_worker"),
         (["--overwrite", "--seeds=2,3"], "seeds=2,3"),

@@ -13,7 +13,7 @@ from cifar_towers.cli import main
 from cifar_towers.data import sources, synthetic
 from cifar_towers.reporting.console import Progress
 from cifar_towers.training import step
-from cifar_towers.training.step import StepRunner
+from cifar_towers.training.runner import StepRunner
 
 STARTED = "writing to"
 RESUMED = re.compile(r"(?:resuming from|is complete at) step (\d+)")

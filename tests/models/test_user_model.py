@@ -212,12 +212,6 @@ def test_a_model_with_a_graph_is_trained_with_its_own_call():
     assert {v.path for v in rebuilt.variables} == {v.path for v in model.variables}
 
 
-def test_adds_losses():
-    regularizers = L.Conv2D(2, 3, kernel_regularizer="l2"), L.ActivityRegularization(l2=0.1)
-    for layer, adds in ((regularizers[0], True), (regularizers[1], True), (L.Dropout(0.1), False)):
-        assert user_model.adds_losses(net(layer), 24) == adds
-
-
 class Narrow(L.BatchNormalization):
     """A user's subclass of Keras's norm."""
 

@@ -11,7 +11,7 @@ from cifar_towers.checkpointing.checkpoint import list_checkpoints, step_of
 from cifar_towers.errors import Interrupted, UsageError
 from cifar_towers.reporting.run_logger import Callbacks, RunLogger
 from cifar_towers.signals import StopSignals
-from cifar_towers.training import step
+from cifar_towers.training import runner
 from tests.messages import lines_with
 from tests.runs.short_runs import STEPS, TINY, Recorder, records_of, run
 
@@ -87,16 +87,16 @@ def test_an_error_while_logging_leaves_a_run_that_goes_on_to_the_same_bits(
 
 def test_after_an_error_of_the_step_the_newest_checkpoint_stands(tmp_path, monkeypatch, capsys):
     """Its variables may be half assigned."""
-    function = step.to_numpy
+    function = runner.to_numpy
     lost = tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
     calls = iter(range(1000))
 
     def fail(values):
-        if next(calls) >= 5:
+        if next(calls) >= 10:  # two calls a step
             raise lost
         return function(values)
 
-    monkeypatch.setattr(step, "to_numpy", fail)
+    monkeypatch.setattr(runner, "to_numpy", fail)
     with pytest.raises(tf.errors.ResourceExhaustedError) as caught:
         run(TINY, tmp_path, checkpoint_every_steps=3)
     assert caught.value is lost

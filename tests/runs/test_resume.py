@@ -121,7 +121,7 @@ def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(
     "settings",
     [
         {"optimizer": "muon", "lookahead": True},
-        {"jit_compile": True, "num_gpus": 1, "variable_placement": "round_robin"},
+        {"jit_compile": True, "num_gpus": 1},
         pytest.param({"batch_size": 50, "hard_example_pool": 200}, marks=pytest.mark.slow),
         {"micro_batches": 2},
         pytest.param(

@@ -8,7 +8,7 @@ import tensorflow as tf
 from cifar_towers.config import TrainConfig
 from cifar_towers.towers import Tower, placement_report, run_on_towers, variable_placement
 from cifar_towers.towers.placement import PLACEMENTS, pin_to_device
-from cifar_towers.training.build import resolve_placement
+from cifar_towers.training import build
 
 
 def device_indices(variables):
@@ -63,14 +63,23 @@ def test_the_flag_has_all_placements():
     assert field.metadata["choices"] == tuple(PLACEMENTS)
 
 
-def test_variables_are_on_gpus_by_default_if_their_update_is_large_or_compiled():
-    configs = [
-        TrainConfig(model="cifarnet"),
-        TrainConfig(model="cifarnet", jit_compile=True),
-        TrainConfig(),
-    ]
-    defaults = [resolve_placement(config, [Tower(0, "/GPU:0")]) for config in configs]
-    assert defaults == ["cpu", "round_robin", "round_robin"]
+@pytest.mark.parametrize(
+    ("settings", "policy", "devices"),
+    [
+        ({"model": "cifarnet"}, "cpu", ["/GPU:0", "/GPU:1"]),
+        ({"model": "cifarnet", "jit_compile": True}, "round_robin", ["/GPU:0"]),
+        ({"model": "speednet94"}, "round_robin", ["/GPU:0", "/GPU:1"]),
+        ({"variable_placement": "least_loaded"}, "least_loaded", ["/GPU:0", "/GPU:1"]),
+    ],
+)
+def test_variables_are_on_gpus_by_default_if_their_update_is_large_or_compiled(
+    monkeypatch, settings, policy, devices
+):
+    placed = []
+    monkeypatch.setattr(build, "variable_placement", lambda *arguments: placed.append(arguments))
+    build.place_variables(TrainConfig(**settings), [Tower(0, "/GPU:0"), Tower(1, "/GPU:1")])
+    ((used, towers),) = placed
+    assert (used, [tower.device for tower in towers]) == (policy, devices)
 
 
 def test_placement_report_lists_bytes_and_devices(towers):

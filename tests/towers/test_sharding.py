@@ -14,11 +14,15 @@ def test_structures_of_tensors_and_arrays_are_split_on_axis_0(towers):
     np.testing.assert_array_equal(shards[2]["y"][0], [4, 5])
 
 
-def test_micro_batches_have_equal_sizes():
-    assert [part.numpy().tolist() for part in run_micro_batches(tf.identity, tf.range(4), 2)] == [
-        [0, 1],
-        [2, 3],
-    ]
+def test_micro_batches_have_equal_sizes_and_are_added():
+    parts = []
+
+    def fn(part):
+        parts.append(part.numpy().tolist())
+        return part
+
+    assert run_micro_batches(fn, tf.range(6), 3, tf.add).numpy().tolist() == [6, 9]
+    assert parts == [[0, 1], [2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +37,7 @@ def test_micro_batches_have_equal_sizes():
         ),
         (split_batch, [tf.range(4), tf.range(8)], "{8, 4}|{4, 8}"),
         (
-            lambda batch, towers: run_micro_batches(tf.identity, batch, 4),
+            lambda batch, towers: run_micro_batches(tf.identity, batch, 4, tf.add),
             tf.range(11),
             "11 examples",
         ),

@@ -4,7 +4,7 @@ import tensorflow as tf
 
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.training import build
-from cifar_towers.training.step import to_numpy
+from cifar_towers.training.runner import to_numpy
 
 
 class Run:
@@ -15,9 +15,11 @@ class Run:
         self.batches = build.make_batches(config, examples)
         length = RunLength(self.batches.steps_per_epoch, 100, 100)
         augmentation = build.make_own_augmentation(config, examples.info)
-        self.state, self.train_step = build.make_training(
+        self.state, self.train_step, self.hard_examples = build.make_training(
             config, towers, precision, examples, length, augmentation
         )
+        self.selected = None  # the hard examples of the last step
+        self.proxy_metrics = None
 
     def rates(self, step=0, rate=None):
         """Return the recipe's learning rates of a step, or `rate` for all groups that are active in
@@ -34,13 +36,34 @@ class Run:
         arrays.
         """
         batch = self.batches.at(number) if batch is None else batch
-        return to_numpy(self.train_step(batch, rates or self.rates(number), **options))
+        rates = rates or self.rates(number)
+        if self.hard_examples:
+            batch, proxy_metrics = self.hard_examples.select(batch, rates, **options)
+            self.selected = to_numpy(batch)
+            self.proxy_metrics = to_numpy(proxy_metrics)
+        return to_numpy(self.train_step(batch, rates, **options))
+
+    def traced(self):
+        """Return the functions of the first step: of the selection of hard examples, and the
+        step's.
+        """
+        batch, rates = self.batches.at(0), self.rates()
+        if not self.hard_examples:
+            return [self.train_step.get_concrete_function(batch, rates)]
+        selection = self.hard_examples.select.get_concrete_function(batch, rates)
+        selected, _ = self.hard_examples.select(batch, rates)
+        return [selection, self.train_step.get_concrete_function(selected, rates)]
 
     def values(self, prefix=""):
         """Return the variables' values whose names in checkpoints begin with `prefix`, by the rest
         of the name.
         """
-        named = self.state.named_variables().items()
+        named = self.state.named_variables()
+        if self.hard_examples:
+            proxy = self.hard_examples.proxy.named_variables()
+            named |= {f"proxy.{name}": variable for name, variable in proxy.items()}
         return {
-            name.removeprefix(prefix): v.numpy() for name, v in named if name.startswith(prefix)
+            name.removeprefix(prefix): variable.numpy()
+            for name, variable in named.items()
+            if name.startswith(prefix)
         }

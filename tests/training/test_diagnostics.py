@@ -9,7 +9,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.towers import split_batch
 from cifar_towers.training import build, diagnostics
-from cifar_towers.training.step import FinishedStep
+from cifar_towers.training.runner import FinishedStep
 from tests.training.runs import Run
 
 SETTINGS = {
@@ -29,7 +29,7 @@ def make_run(towers, examples, **settings):
     return (
         run,
         augmentation,
-        diagnostics.make_diagnose_fn(run.state.model, augmentation, run.towers),
+        diagnostics.Diagnoser(run.state.model, augmentation, run.towers).diagnose,
     )
 
 
@@ -49,7 +49,7 @@ def test_gradients_and_images_are_those_of_their_step(towers, examples, count, s
     rates = {name: rate for name, rate in run.rates().items() if name != "biases"}
     found = diagnose(FinishedStep(1, batch, {}, 32, run.step(0, batch, rates, image_size=32)))
     shards = split_batch(batch, run.towers)
-    loss_fn, _ = build.make_loss_fn(run.config, model)
+    loss_fn = build.make_loss_fn(run.config, model)
 
     def gradients_of(shard):
         with tf.GradientTape() as tape:
@@ -89,10 +89,12 @@ def test_images_are_those_that_the_model_saw(towers, examples, tmp_path):
     run, augmentation, diagnose = make_run(towers(1), examples, **settings)
     batch = run.batches.at(0)
     metrics = run.step(0, batch)
-    found = diagnose(FinishedStep(1, batch, {}, 32, metrics))
-    images = -augmentation.augment(batch.images, batch.draws).numpy()[metrics.hard_examples]
+    selected = tf.nest.map_structure(tf.constant, run.selected)
+    found = diagnose(FinishedStep(1, selected, {}, 32, metrics))
+    rows = run.selected.draws.example_index - batch.draws.example_index.numpy()[0]
+    images = -augmentation.augment(batch.images, batch.draws).numpy()[rows]
     np.testing.assert_allclose(found.images, images, atol=1e-5)
-    np.testing.assert_array_equal(found.labels, batch.labels.numpy()[metrics.hard_examples])
+    np.testing.assert_array_equal(found.labels, batch.labels.numpy()[rows])
 
 
 def test_nonlinear_layers_are_measured_also_of_a_reused_backbone(towers, examples):
@@ -111,9 +113,8 @@ def test_nonlinear_layers_are_measured_also_of_a_reused_backbone(towers, example
     batch = run.batches.at(0)
     gradients = [v.numpy() for v in model.trainable_variables]
     metrics = run.step(0, batch)._replace(gradients=gradients, tower_gradients=[gradients])
-    found = diagnostics.make_diagnose_fn(model, augmentation, towers(1))(
-        FinishedStep(1, batch, {}, 24, metrics)
-    )
+    diagnoser = diagnostics.Diagnoser(model, augmentation, towers(1))
+    found = diagnoser.diagnose(FinishedStep(1, batch, {}, 24, metrics))
     given = augmentation.augment(batch.images, batch.draws)
     relu = tf.nn.relu(layers[0](given))
     assert list(found.activations) == ["relu", "tanh", "head"]

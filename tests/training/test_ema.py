@@ -4,18 +4,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.training.state import ExponentialMovingAverage, Lookahead
+from cifar_towers.training.averages import ExponentialMovingAverage, Lookahead
 
 
 def test_weight_average_by_hand():
     v = tf.Variable([0.0])
     average = ExponentialMovingAverage([v], decay=0.9)
     v.assign([11.0])
-    average.update(
-        tf.constant(1, tf.int64), tf.constant(True), v.device
-    )  # (1 + 1) / (10 + 1): 2/11 of 0, 9/11 of 11
+    # (1 + 1) / (10 + 1): 2/11 of 0, 9/11 of 11
+    average.update(tf.constant(1, tf.int64), tf.constant(True))
     np.testing.assert_allclose(average.averages[0], [9.0], rtol=1e-6)
-    average.update(tf.constant(1000, tf.int64), tf.constant(True), v.device)  # 0.9
+    average.update(tf.constant(1000, tf.int64), tf.constant(True))  # 0.9
     np.testing.assert_allclose(average.averages[0], [0.9 * 9 + 0.1 * 11], rtol=1e-6)
 
 
@@ -27,7 +26,7 @@ def test_lookahead_by_hand(total):
     for step in range(1, total + 1):
         v.assign_add([1.0])
         before = float(v[0])
-        lookahead.update(tf.constant(step, tf.int64), tf.constant(step < 12), v.device)
+        lookahead.update(tf.constant(step, tf.int64), tf.constant(step < 12))
         if step % 5 == 0:
             decay = 0.95**5 * (step / total) ** 3
             slow = decay * slow + (1 - decay) * before

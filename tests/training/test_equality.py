@@ -78,7 +78,7 @@ def make_state(synchronized=False):
     model = small_net(synchronized)
     rule = Momentum([v.value for v in model.trainable_variables], MOMENTUM)
     optimizer = Optimizer([ParamGroup("all", rule, RATE, lambda step: 1.0)])
-    return TrainState(model, optimizer, ["cross_entropy", "total_loss"], STEPS)
+    return TrainState(model, optimizer, STEPS)
 
 
 def combined(strategy, placement, towers, batches, synchronized=False, **options):

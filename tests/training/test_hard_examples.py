@@ -8,7 +8,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.errors import UsageError
 from cifar_towers.training import build
-from cifar_towers.training.step import gather_rows
+from cifar_towers.training.hard_examples import gather_rows
 from tests.configs import TINY_NET
 from tests.training.runs import Run
 
@@ -48,12 +48,13 @@ def test_training_uses_the_examples_with_the_highest_proxy_losses(
         batch = both.batches.at(number)
         by_hand = losses(small, batch, parts)
         metrics = both.step(number)
-        assert set(metrics.hard_examples) == set(np.argsort(by_hand)[-16:])
-        assert (np.diff(metrics.hard_examples) > 0).all()
-        assert metrics.updated and metrics.proxy.updated
+        rows = both.selected.draws.example_index - batch.draws.example_index.numpy()[0]
+        assert set(rows) == set(np.argsort(by_hand)[-16:])
+        assert (np.diff(rows) > 0).all()
+        assert metrics.updated and both.proxy_metrics.updated
         results = small.step(number, batch, both.rates(number))  # so that its whitening rests
-        assert results.loss == pytest.approx(metrics.proxy.loss, rel=1e-5)
-        results = alone.step(number, gather_rows(batch, metrics.hard_examples))
+        assert results.loss == pytest.approx(both.proxy_metrics.loss, rel=1e-5)
+        results = alone.step(number, gather_rows(batch, rows))
         assert results.accuracy == metrics.accuracy and results.loss == pytest.approx(
             metrics.loss, rel=1e-5
         )
@@ -79,12 +80,12 @@ def losses(run, batch, parts):
 
 def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples):
     run = Run(towers(2), examples, make_config())
-    kernel = run.state.proxy.weights[1]
+    kernel = run.hard_examples.proxy.weights[1]
     kernel.assign(tf.fill(kernel.shape, np.inf))
     before = run.values()
     metrics = run.step()
     assert metrics.updated
-    assert not metrics.proxy.updated
+    assert not run.proxy_metrics.updated
     after = run.values()
     moved = {
         name

@@ -1,4 +1,4 @@
-"""Loss terms, those that a model adds by itself, and their moving averages, by hand."""
+"""Loss terms, and those that a model adds by itself, by hand."""
 
 import keras
 import numpy as np
@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from cifar_towers.models.layers import synchronize
 from cifar_towers.towers import run_on_towers_synchronized, split_batch
-from cifar_towers.training import step
-from cifar_towers.training.losses import SmoothedLosses, cross_entropy
+from cifar_towers.training.losses import cross_entropy
+from cifar_towers.training.state import call_in_training
 
 
 def test_smoothed_cross_entropy_by_hand():
@@ -18,20 +18,6 @@ def test_smoothed_cross_entropy_by_hand():
     assert float(cross_entropy(tf.constant([0]), logits, 0.2)[0]) == pytest.approx(
         expected, rel=1e-6
     )
-
-
-def test_loss_averages_are_debiased_and_ignore_nonfinite_steps():
-    averages = SmoothedLosses(["total_loss"])
-
-    def average(loss, finite=True):
-        return float(
-            averages.update({"total_loss": tf.constant(loss)}, tf.constant(finite))["total_loss"]
-        )
-
-    assert average(np.nan, False) == 0.0
-    assert average(4.0) == pytest.approx(4.0)
-    assert average(np.nan, False) == pytest.approx(4.0)
-    assert average(8.0) == pytest.approx((0.9 * 4 + 8) / 1.9)
 
 
 class VectorLoss(keras.layers.Layer):
@@ -62,7 +48,7 @@ def test_every_call_of_a_layer_adds_its_losses():
     by_hand.append(1e-3 * np.sum(np.square(model.trainable_variables[0])))
     variables = [v.value for v in model.trainable_variables], []
     for _ in range(2):
-        losses = step.training_call(model)(*variables, given)[2:]
+        _, _, losses = call_in_training(model, *variables, given)
         np.testing.assert_allclose(losses, by_hand, rtol=1e-5)
 
 
@@ -72,7 +58,6 @@ def test_towers_that_meet_in_a_norm_keep_their_losses(towers):
     penalized = keras.layers.ActivityRegularization(l2=1e-3)(images)
     model = keras.Model(images, keras.layers.BatchNormalization()(penalized))
     synchronize(model)
-    call = step.training_call(model)
     variables = (
         [v.value for v in model.trainable_variables],
         [v.value for v in model.non_trainable_variables],
@@ -82,7 +67,7 @@ def test_towers_that_meet_in_a_norm_keep_their_losses(towers):
     @tf.function(autograph=False)
     def run(batch):
         return run_on_towers_synchronized(
-            lambda tower, shard: call(*variables, shard)[2:], both, batch
+            lambda tower, shard: call_in_training(model, *variables, shard)[2], both, batch
         )
 
     losses = run(split_batch(given, both))

@@ -1,0 +1,148 @@
+"""The host's side of a step: trace it, start it in a thread, and read its metrics a step late."""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from tensorflow.python.eager import context, executor
+
+from cifar_towers.data.batches import Batch
+from cifar_towers.towers.placement import HOST
+from cifar_towers.training.hard_examples import HardExamples
+from cifar_towers.training.step import StepMetrics, without_gradients
+
+
+class StepInput(NamedTuple):
+    """What one step needs."""
+
+    step: int  # number of finished steps before it
+    batch: Batch
+    rates: dict[str, float]  # learning rates by parameter group; without frozen groups
+    image_size: int  # pixels
+    stop_signal: int | None = None  # on a cluster: the signal that this process received, or 0
+
+    @property
+    def key(self) -> tuple:
+        """Return what a step is traced for: its image size and its active parameter groups."""
+        return (self.image_size, *self.rates)
+
+
+class FinishedStep(NamedTuple):
+    """A step that has run."""
+
+    step: int  # number of finished steps, this one included
+    batch: Batch  # the examples that were trained on
+    rates: dict[str, float]
+    image_size: int
+    metrics: StepMetrics  # NumPy values, once they are read
+    proxy_metrics: StepMetrics | None = None  # of the proxy's step, which chose the batch
+    end: float = 0.0  # when the step ended, by `time.monotonic`
+
+
+class StepRunner:
+    """Runs steps in a thread of TensorFlow's. The metrics of a step are returned after the next has
+    started, so that a GPU is never idle.
+
+    Args:
+      train_step: the step as a `tf.function`; see `build.make_training`.
+      hard_examples: selects the part of each batch that is trained on.
+    """
+
+    def __init__(self, train_step: Any, hard_examples: HardExamples | None = None):
+        self.train_step = train_step
+        self.hard_examples = hard_examples
+        self.traced: dict[tuple, tf.types.experimental.ConcreteFunction] = {}  # by `StepInput.key`
+        # a thread of Python's would wait for the interpreter before it started a step
+        self._steps = executor.new_executor(enable_async=True)
+        self._metrics = ThreadPoolExecutor(1, thread_name_prefix="metrics")
+        self._unread: Future[FinishedStep] | None = None  # the step that was started last
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether all steps that were started have been returned."""
+        return self._unread is None
+
+    def is_traced(self, inputs: StepInput) -> bool:
+        """Return whether a step like this was traced."""
+        return inputs.key in self.traced
+
+    def trace(self, inputs: StepInput) -> tf.types.experimental.ConcreteFunction:
+        """Trace a step without running it."""
+        arguments = _arguments(inputs)
+        if self.hard_examples:
+            selection = self.hard_examples.select.get_concrete_function(**arguments)
+            selected, _ = selection.structured_outputs
+            arguments["batch"] = tf.nest.map_structure(
+                lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), selected
+            )
+        function = self.train_step.get_concrete_function(**arguments)
+        self.traced[inputs.key] = function
+        return function
+
+    def start(self, inputs: StepInput, keep_gradients: bool) -> list[FinishedStep]:
+        """Start a step, which must be traced; return the step before it, if it was not returned."""
+        with context.executor_scope(self._steps):  # calls return at once; reading raises errors
+            started = self._call(inputs)
+        if not keep_gradients:
+            started = started._replace(metrics=without_gradients(started.metrics))
+        reading = self._metrics.submit(_read, started)
+        finished = self.finish()
+        self._unread = reading
+        return finished
+
+    def finish(self) -> list[FinishedStep]:
+        """Wait for the step that was started last, and return it, unless it has been returned.
+
+        An error in a step is raised here, and again by each later call.
+        """
+        if self._unread is None:
+            return []
+        finished = self._unread.result()
+        self._unread = None
+        return [finished]
+
+    def close(self) -> None:
+        """Wait for a step that still runs, and end the threads."""
+        self._metrics.shutdown()
+        self._steps.clear_error()  # otherwise the thread would print it again at its end
+
+    def _call(self, inputs: StepInput) -> FinishedStep:
+        """Call the traced functions of a step; return it with tensors as metrics."""
+        arguments = _arguments(inputs)
+        proxy_metrics = None
+        if self.hard_examples:
+            arguments["batch"], proxy_metrics = self.hard_examples.select(**arguments)
+
+        # half the time of a call of `train_step`, which looks for the function
+        metrics = self.traced[inputs.key](**arguments)
+        return FinishedStep(
+            step=inputs.step + 1,
+            batch=arguments["batch"],
+            rates=inputs.rates,
+            image_size=inputs.image_size,
+            metrics=metrics,
+            proxy_metrics=proxy_metrics,
+        )
+
+
+def _read(started: FinishedStep) -> FinishedStep:
+    """Wait for a step, and return it with its metrics as NumPy arrays and its end."""
+    metrics = to_numpy(started.metrics)
+    proxy_metrics = to_numpy(started.proxy_metrics)
+    return started._replace(metrics=metrics, proxy_metrics=proxy_metrics, end=time.monotonic())
+
+
+def _arguments(inputs: StepInput) -> dict[str, Any]:
+    """Return the arguments of the traced function."""
+    with tf.device(HOST):
+        rates = {name: tf.constant(rate, tf.float32) for name, rate in inputs.rates.items()}
+        arguments = {"batch": inputs.batch, "rates": rates, "image_size": inputs.image_size}
+        if inputs.stop_signal is not None:
+            arguments["stop_signal"] = tf.constant(inputs.stop_signal, tf.float32)
+    return arguments
+
+
+def to_numpy(values: Any) -> Any:
+    """Return the same structure with NumPy arrays for tensors; None stays None."""
+    return tf.nest.map_structure(lambda value: None if value is None else value.numpy(), values)
