@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cifar_towers import files
 from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_checkpoint
-from cifar_towers.config import TrainConfig
-from cifar_towers.config.train_config import names_with
+from cifar_towers.config.settings import PROCESS
+from cifar_towers.config.train_config import names_of
 from cifar_towers.errors import RunError, UsageError, error_line, printable
 from cifar_towers.evaluation.score import score_name
 from cifar_towers.inference.run import Run, load_run
@@ -64,7 +64,7 @@ RUNS = {
 MAX_STEPS = dict.fromkeys(RUNS, (12,)) | {"resume": (7, 12)}
 
 # Settings that differ between any two runs and do not change what is trained.
-INCIDENTAL = {"command", "recipe", "seeds", *names_with(TrainConfig, per_run=True, per_worker=True)}
+INCIDENTAL = {"command", "recipe", "seeds", *names_of(PROCESS)}
 MAX_LISTED = 8  # entries of a list that is shown in full
 COMPARED = {  # values of records, by kind
     "train": ("loss", "accuracy", "gradient_norm", "learning_rate"),

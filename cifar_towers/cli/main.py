@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from absl import flags as absl_flags
 
 from cifar_towers import api, files
 from cifar_towers.config import TrainConfig, parse_numbers, programs
-from cifar_towers.config.train_config import REST, Config, make_config, names_with, recipe_names
+from cifar_towers.config.settings import Config, Settings, title_of
+from cifar_towers.config.train_config import make_config, recipe_names
 from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError, error_line
 from cifar_towers.hardware import tensorflow_imported
 from cifar_towers.inference.run import load_run
@@ -313,14 +315,14 @@ def parse_command_line(
     """
     fields = flag_settings(config_class)
     if {"-h", "--help", "--helpfull"}.intersection(arguments):
-        print(help_text(fields, description, is_full="--helpfull" in arguments))
+        print(help_text(config_class, description, is_full="--helpfull" in arguments))
         sys.exit(0)
-    values = _define(fields)
+    values = _define(config_class, fields)
     try:
         _, *stray = values(["", *arguments])
     except (absl_flags.Error, UnicodeDecodeError) as error:
         raise UsageError(f"{' '.join(str(error).split())}; --helpfull lists the flags") from None
-    rest = names_with(config_class, group=REST)
+    rest = [field.name for field in dataclasses.fields(config_class) if not has_flag(field)]
     if stray and not rest:
         raise UsageError(
             f"{stray[0]!r} is not a flag; settings are given as --name=value; --help lists them"
@@ -331,15 +333,19 @@ def parse_command_line(
     return make_config(config_class, settings | {name: tuple(stray) for name in rest})
 
 
-def help_text(fields: Sequence[dataclasses.Field], description: str, is_full: bool) -> str:
+def help_text(config_class: type[Settings], description: str, is_full: bool) -> str:
     """Return the description of a program and the help of its flags; by default of a training's
     `BASIC` ones only.
     """
+    fields = flag_settings(config_class)
     of_training = {field.name for field in dataclasses.fields(TrainConfig)}
     shown = [
         field for field in fields if is_full or field.name in BASIC or field.name not in of_training
     ]
-    parts = [description, _define(shown).get_help(include_special_flags=False).strip()]
+    parts = [
+        description,
+        _define(config_class, shown).get_help(include_special_flags=False).strip(),
+    ]
     if len(shown) < len(fields):
         parts.append(f"{len(fields) - len(shown)} more flags: --helpfull lists all")
     if "recipe" in {field.name for field in fields}:
@@ -350,11 +356,17 @@ def help_text(fields: Sequence[dataclasses.Field], description: str, is_full: bo
 
 def flag_settings(config_class: type) -> list[dataclasses.Field]:
     """Return the settings of a program that have a flag."""
-    rest = names_with(config_class, group=REST)
-    return [field for field in dataclasses.fields(config_class) if field.name not in rest]
+    return [field for field in dataclasses.fields(config_class) if has_flag(field)]
 
 
-def _define(fields: Sequence[dataclasses.Field]) -> absl_flags.FlagValues:
+def has_flag(field: dataclasses.Field) -> bool:
+    """Return whether a setting has a flag; a tuple takes the arguments that are not flags."""
+    return typing.get_origin(field.type) is not tuple
+
+
+def _define(
+    config_class: type[Settings], fields: Sequence[dataclasses.Field]
+) -> absl_flags.FlagValues:
     """Define a flag for each setting, in the help section of its group."""
     values = absl_flags.FlagValues()
     define = {
@@ -369,6 +381,10 @@ def _define(fields: Sequence[dataclasses.Field]) -> absl_flags.FlagValues:
         choices = f" ({'|'.join(filter(None, limits['choices']))})" if limits["choices"] else ""
         text = limits["help"] + choices
         define[field.type](
-            field.name, field.default, text, flag_values=values, module_name=limits["group"]
+            field.name,
+            field.default,
+            text,
+            flag_values=values,
+            module_name=title_of(config_class, field.name),
         )
     return values

@@ -1,10 +1,10 @@
 """Every setting of a training run and of the other programs: its name, default, help and limits."""
 
 from cifar_towers.config.train_config import (
-    DeviceConfig,
+    DeviceSettings,
     TrainConfig,
     parse_numbers,
     parse_profile_steps,
 )
 
-__all__ = ["DeviceConfig", "TrainConfig", "parse_numbers", "parse_profile_steps"]
+__all__ = ["DeviceSettings", "TrainConfig", "parse_numbers", "parse_profile_steps"]

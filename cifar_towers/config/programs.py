@@ -4,36 +4,30 @@ immediate.
 
 import dataclasses
 
-from cifar_towers.config.train_config import (
-    PRECISION_HELP,
-    PRECISIONS,
-    REST,
-    DeviceConfig,
-    setting,
-    settings_of,
-)
+from cifar_towers.config.settings import Settings, setting
+from cifar_towers.config.train_config import PRECISION_HELP, PRECISIONS, DeviceSettings
 from cifar_towers.registry import check_dataset, check_model
 
 EXPORT_FORMATS = ("saved_model", "keras", "litert", "onnx")
-_run, _data, _evaluation = settings_of("Run"), settings_of("Data"), settings_of("Evaluation")
-_export, _table, _launch = map(settings_of, ("Export", "Table", "Launch"))
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainedRunConfig(DeviceConfig):
+class TrainedRunConfig(DeviceSettings):
     """A run, one of its checkpoints, and which of its weights."""
 
-    train_dir: str = _run(
+    title = "Run"
+
+    train_dir: str = setting(
         "", "directory of the run", required="which run? give --train_dir=runs/..."
     )
-    step: int = _run(0, "step of the checkpoint; 0: the newest", low=0)
-    weights: str = _run(
+    step: int = setting(0, "step of the checkpoint; 0: the newest", low=0)
+    weights: str = setting(
         "auto",
         "weights of the checkpoint: raw, as trained; ema, their moving average; auto, the average "
         "if the run has one",
         choices=("auto", "raw", "ema"),
     )
-    model: str = _run(
+    model: str = setting(
         "",
         "for a run with a model of your own: the function that makes it, as "
         "package.module:function or path/to/file.py:function, which permits the program to "
@@ -46,8 +40,8 @@ class TrainedRunConfig(DeviceConfig):
 class ComputeConfig(TrainedRunConfig):
     """Settings of a trained model's computation."""
 
-    tta: bool = _run(False, "test-time augmentation: mirror images and shifts")
-    precision: str = _run(
+    tta: bool = setting(False, "test-time augmentation: mirror images and shifts")
+    precision: str = setting(
         "auto", f"{PRECISION_HELP}; float32 if trained in it", choices=("auto", *PRECISIONS)
     )
 
@@ -56,36 +50,41 @@ class ComputeConfig(TrainedRunConfig):
 class RunDataConfig(TrainedRunConfig):
     """The present place of a run's data."""
 
-    dataset: str = _data(
+    title = "Data"
+
+    dataset: str = setting(
         "",
         "the run's data, as folder:<path>, or another test set; default: as in training",
         check=check_dataset,
     )
-    data_dir: str = _data("", "directory of the prepared data sets")
+    data_dir: str = setting("", "directory of the prepared data sets")
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig(ComputeConfig, RunDataConfig):
     """Settings of `cifar-towers evaluate`."""
 
-    split: str = _evaluation(
+    title = "Evaluation"
+
+    split: str = setting(
         "test", "part of the data set to evaluate", choices=("test", "validation", "train")
     )
-    num_images: int = _evaluation(0, "number of images to evaluate; 0: all", low=0)
-    allow_changed_data: bool = _evaluation(
+    num_images: int = setting(0, "number of images to evaluate; 0: all", low=0)
+    allow_changed_data: bool = setting(
         False, "permission to evaluate on images other than those of the run"
     )
-    json: bool = _evaluation(False, "output as one JSON object and nothing else")
+    json: bool = setting(False, "output as one JSON object and nothing else")
 
 
 @dataclasses.dataclass(frozen=True)
 class PredictConfig(ComputeConfig):
     """Settings of `cifar-towers predict`."""
 
-    json: bool = setting(False, "Prediction", "output as one JSON object per image")
+    title = "Prediction"
+
+    json: bool = setting(False, "output as one JSON object per image")
     pictures: tuple[str, ...] = setting(
         (),
-        REST,
         "image files and folders",
         required="which images? write: cifar-towers predict --train_dir=runs/... image.jpg folder/",
     )
@@ -95,9 +94,11 @@ class PredictConfig(ComputeConfig):
 class ExportConfig(RunDataConfig):
     """Settings of `cifar-towers export`."""
 
-    format: str = _export("saved_model", "file format", choices=EXPORT_FORMATS)
-    out: str = _export("", "new directory of the export; default: export/<format> in train_dir")
-    check: int = _export(
+    title = "Export"
+
+    format: str = setting("saved_model", "file format", choices=EXPORT_FORMATS)
+    out: str = setting("", "new directory of the export; default: export/<format> in train_dir")
+    check: int = setting(
         1000,
         "number of test images on which the export must agree with the checkpoint; 0: none",
         low=0,
@@ -106,42 +107,54 @@ class ExportConfig(RunDataConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class RunsConfig:
-    """Settings of `cifar-towers runs`."""
+class RunsDirectorySettings(Settings):
+    """The place of several runs."""
 
-    runs_dir: str = _run("runs", "directory below which runs are looked for")
-    json: bool = _table(False, "output as one JSON object per run and nothing else")
-    patterns: tuple[str, ...] = setting((), REST, "patterns of names, e.g. 'speed94*'")
+    title = "Run"
+
+    runs_dir: str = setting("runs", "directory below which runs are looked for")
 
 
 @dataclasses.dataclass(frozen=True)
-class ReportConfig:
+class RunsConfig(RunsDirectorySettings):
+    """Settings of `cifar-towers runs`."""
+
+    title = "Table"
+
+    json: bool = setting(False, "output as one JSON object per run and nothing else")
+    patterns: tuple[str, ...] = setting((), "patterns of names, e.g. 'speed94*'")
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportConfig(Settings):
     """Settings of `cifar-towers report`."""
+
+    title = "Report"
 
     out: str = setting(
         "",
-        "Report",
         "path of the page; default: report.html in the run's directory, or here for several runs",
     )
     runs: tuple[str, ...] = setting(
         (),
-        REST,
         "runs' directories",
         required="which runs? write: cifar-towers report runs/one [runs/other ...] [--out=FILE]",
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class LaunchConfig:
+class LaunchConfig(Settings):
     """Settings of `cifar-towers launch`."""
 
-    num_workers: int = _launch(
+    title = "Launch"
+
+    num_workers: int = setting(
         0,
         "number of workers on this machine; 0: one process, which may be a worker of a cluster",
         low=0,
         high=1024,
     )
-    max_restarts: int = _launch(
+    max_restarts: int = setting(
         3, "maximum number of restarts; none after exit codes 0, 2, 3 and 4", low=0
     )
-    command: tuple[str, ...] = setting((), REST, "flags of a training")
+    command: tuple[str, ...] = setting((), "flags of a training")

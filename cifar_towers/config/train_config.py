@@ -11,13 +11,22 @@ import hashlib
 import math
 import os
 import re
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 from cifar_towers import registry
 from cifar_towers.config import schedules
+from cifar_towers.config.settings import (
+    EXPERIMENT,
+    PROCESS,
+    RECIPE,
+    RUN,
+    SEED,
+    Config,
+    Settings,
+    setting,
+)
 from cifar_towers.errors import UsageError, count
 from cifar_towers.registry import (
     MODELS,
@@ -28,7 +37,6 @@ from cifar_towers.registry import (
     split_path,
 )
 
-REST = "the rest"  # group of the setting that holds a program's positional arguments
 MIN_IMAGE_SIZE = 18  # pixels
 PRECISIONS = ("float32", "bfloat16")
 PRECISION_HELP = (
@@ -48,94 +56,6 @@ PATHS = (
     "out",
     "runs_dir",
 )  # after `--train_dir=` the shell leaves a ~ as it is
-Config = TypeVar("Config")
-
-
-# A setting: a dataclass field that carries its flag's help, limits and choices --------------------
-
-
-def setting(
-    default: Any,
-    group: str,
-    help: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    choices: Sequence[str] | None = None,
-    check: Callable[[Any], object] | None = None,
-    required: str = "",
-    on_resume: Literal["refuse", "allow"] = "refuse",
-    per_worker: bool = False,
-    per_run: bool = False,
-) -> Any:
-    """Return a dataclass field with everything that its flag, its validation and its readers need.
-
-    Args:
-      check: validates values other than the default.
-      required: error message if the value is empty; none if the setting may be empty.
-      on_resume: what happens if a run is resumed with another value. `refuse`: the setting belongs
-        to the recipe.
-      per_worker: workers of one cluster may have different values.
-      per_run: runs with different values are still repetitions of one experiment, to be averaged.
-    """
-    return dataclasses.field(default=default, metadata=locals())
-
-
-def settings_of(group: str, **common: Any) -> Callable[..., Any]:
-    """Return `setting` for one section of the help text, whose settings have these options in
-    common.
-    """
-    return lambda default, help, **options: setting(default, group, help, **common | options)
-
-
-class Section:
-    """One section of a training's help text. Each of its settings says whether it belongs to the
-    recipe.
-    """
-
-    def __init__(self, group: str, **common: bool):
-        self.recipe = settings_of(group, on_resume="refuse", **common)
-        self.free = settings_of(
-            group, on_resume="allow", **common
-        )  # a resumed run may have another value
-
-
-def names_with(config_class: type, **properties: Any) -> tuple[str, ...]:
-    """Return the names of the settings with these properties, e.g. `names_with(TrainConfig,
-    on_resume="allow")`.
-    """
-    return tuple(
-        field.name
-        for field in dataclasses.fields(config_class)
-        if all(field.metadata[key] == value for key, value in properties.items())
-    )
-
-
-def check_limits(config: Any) -> None:
-    """Check every field of a config against its type, `low`, `high`, `choices` and `check`."""
-    field: Any
-    for field in dataclasses.fields(config):
-        value, limits, kind = (
-            getattr(config, field.name),
-            field.metadata,
-            typing.get_origin(field.type) or field.type,
-        )
-        if not isinstance(value, (int, float) if kind is float else kind) or isinstance(
-            value, bool
-        ) != (kind is bool):
-            raise UsageError(f"{field.name}={value!r} is not of the type {kind.__name__}")
-        if limits["required"] and not value:
-            raise UsageError(limits["required"])
-        if limits["check"] and value != field.default:
-            limits["check"](value)
-        if limits["choices"] and value not in (*limits["choices"], field.default):
-            raise UsageError(f"{field.name}={value} is not one of {', '.join(limits['choices'])}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"{field.name}={value} is not a finite number")
-        if limits["low"] is not None and value < limits["low"]:
-            raise UsageError(f"{field.name}={value} is too small; the minimum is {limits['low']}")
-        if limits["high"] is not None and value > limits["high"]:
-            raise UsageError(f"{field.name}={value} is too large; the maximum is {limits['high']}")
 
 
 # The settings of a training -----------------------------------------------------------------------
@@ -162,262 +82,311 @@ def parse_profile_steps(text: str) -> tuple[int, int] | None:
     return (int(first), int(last)) if text else None
 
 
-_towers, _run, _data, _model, _optimizer = map(
-    Section, ("Towers", "Run", "Data", "Model", "Optimizer")
-)
-_reporting = Section("Reporting", per_run=True)
-
-
 @dataclasses.dataclass(frozen=True)
-class DeviceConfig:
+class DeviceSettings(Settings):
     """Settings of the devices that the towers use."""
 
-    num_gpus: int = _towers.free(
+    title = "Towers"
+
+    num_gpus: int = setting(
         0,
         "number of towers, in a cluster per worker; 0: one per GPU, or two without GPUs (in a "
         "cluster one), and fewer if these cannot divide the batch evenly",
         low=0,
+        scope=EXPERIMENT,
     )
-    soft_placement: bool = _towers.free(
-        True, "logical devices in place of missing GPUs", per_run=True
+    soft_placement: bool = setting(True, "logical devices in place of missing GPUs", scope=RUN)
+    deterministic: bool = setting(
+        False, "bit-identical results, or TensorFlow's error where it has none", scope=EXPERIMENT
     )
-    deterministic: bool = _towers.free(
-        False, "bit-identical results, or TensorFlow's error where it has none"
-    )
-
-    def __post_init__(self):
-        check_limits(self)
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(DeviceConfig):
-    """Every setting of a training run. Batch sizes and steps are those of all towers together."""
+class TowerSettings(DeviceSettings):
+    """How the towers of a training share its work."""
 
-    strategy: str = _towers.free(
+    strategy: str = setting(
         "towers",
         "use of the devices: towers share the batch and the variables; mirrored and multi_worker "
         "are replicas of tf.distribute, in one process or one per worker",
         choices=("towers", "mirrored", "multi_worker"),
+        scope=EXPERIMENT,
     )
-    variable_placement: str = _towers.free(
+    variable_placement: str = setting(
         "",
         "device of the towers' shared variables; default: cpu, or round_robin for speednets on "
         "GPUs; with jit_compile they are on the first tower's device",
         choices=("cpu", "round_robin", "least_loaded"),
+        scope=EXPERIMENT,
     )
-    batch_statistics: str = _towers.recipe(
+    batch_statistics: str = setting(
         "mean",
         "statistics of batch normalization: of each tower's shard, with the mean over the towers "
         "as moving statistics; or synchronized over the batch",
         choices=("mean", "synchronized"),
     )
-    micro_batches: int = _towers.recipe(
+    micro_batches: int = setting(
         1,
         "gradient accumulation: number of parts in which each tower computes its share of the "
         "batch",
         low=1,
     )
-    jit_compile: bool = _towers.free(
-        False, "compile each tower's forward and backward pass and the update by XLA, for GPUs"
+    jit_compile: bool = setting(
+        False,
+        "compile each tower's forward and backward pass and the update by XLA, for GPUs",
+        scope=EXPERIMENT,
     )
-    log_device_placement: bool = _towers.free(
-        False, "logged device of each variable and tower", per_worker=True, per_run=True
+    log_device_placement: bool = setting(
+        False, "logged device of each variable and tower", scope=PROCESS
     )
 
-    recipe: str = _run.free(
-        "", "recipe to train, a file in configs/; default: speed94, unless --model is given"
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings(Settings):
+    """Which run is trained, for how long, and where it is written."""
+
+    title = "Run"
+
+    recipe: str = setting(
+        "",
+        "recipe to train, a file in configs/; default: speed94, unless --model is given",
+        scope=EXPERIMENT,
     )
-    train_dir: str = _run.free(
+    train_dir: str = setting(
         "",
         "directory of everything the run writes; default: runs/<recipe>-seed<seed>, with "
         "-<dataset> for other data than CIFAR-10, and -from-<run> for "
         "init_from",
-        per_worker=True,
-        per_run=True,
+        scope=PROCESS,
     )
-    overwrite: bool = _run.free(
-        False, "fresh start that deletes the run in train_dir", per_worker=True, per_run=True
+    overwrite: bool = setting(False, "fresh start that deletes the run in train_dir", scope=PROCESS)
+    seed: int = setting(
+        0, "seed of data order, augmentation and weights", low=0, high=2**31 - 1, scope=SEED
     )
-    seed: int = _run.recipe(
-        0, "seed of data order, augmentation and weights", low=0, high=2**31 - 1, per_run=True
-    )
-    seeds: str = _run.free(
+    seeds: str = setting(
         "",
         "seeds of several runs, e.g. 0,1,2, which are summarized; each in a folder of train_dir",
-        per_run=True,
+        scope=RUN,
     )
-    init_from: str = _run.recipe(
+    init_from: str = setting(
         "",
         "directory of a trained run, whose newest weights this run starts with where name and "
         "shape are equal",
     )
-    epochs: float = _run.recipe(8.0, "number of passes over the training set", low=1e-6, high=1e6)
-    max_steps: int = _run.free(
-        0, "number of steps after which the run stops and is evaluated; 0: no limit", low=0
+    epochs: float = setting(8.0, "number of passes over the training set", low=1e-6, high=1e6)
+    max_steps: int = setting(
+        0,
+        "number of steps after which the run stops and is evaluated; 0: no limit",
+        low=0,
+        scope=EXPERIMENT,
     )
-    target_accuracy: float = _run.free(
+    target_accuracy: float = setting(
         0.0,
         "accuracy without TTA, as a fraction, that stops the run at an evaluation; 0: none",
         low=0,
         high=1,
+        scope=EXPERIMENT,
     )
-    dataset: str = _data.free(
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSettings(Settings):
+    """The images, and how many of them a step takes."""
+
+    title = "Data"
+
+    dataset: str = setting(
         "cifar10",
         "data set: cifar10, synthetic, auto (CIFAR-10 if available, otherwise synthetic), "
         "folder:<path> with a subfolder of images for each class, csv:<table> of files and "
         "classes, npz:<file> of NumPy arrays, or any TensorFlow Datasets builder with images and "
         "labels",
         check=registry.check_dataset,
-        per_run=True,
+        scope=RUN,
     )
-    data_dir: str = _data.free(
+    data_dir: str = setting(
         "",
         "directory of prepared data sets, or of CIFAR-10's own files; default: that of TensorFlow "
         "Datasets",
-        per_worker=True,
-        per_run=True,
+        scope=PROCESS,
     )
-    validation_examples: int = _data.recipe(
+    validation_examples: int = setting(
         0, "number of training examples held out for validation", low=0
     )
-    image_size: int = _data.recipe(
+    image_size: int = setting(
         32,
         "height and width in pixels; the central square of other images is resized",
         low=MIN_IMAGE_SIZE,
         high=256,
     )
-    batch_size: int = _data.recipe(1536, "number of examples per step, over all towers", low=1)
-    hard_example_pool: int = _data.recipe(
+    batch_size: int = setting(1536, "number of examples per step, over all towers", low=1)
+    hard_example_pool: int = setting(
         0,
         "number of examples drawn per step, of which the batch_size with the highest loss under a "
         "small proxy net are trained on; 0: off",
         low=0,
     )
-    flip: str = _data.recipe(
+    flip: str = setting(
         "alternating",
         "mirroring of training images: at random, or alternating: each image in every other epoch",
         choices=("none", "random", "alternating"),
     )
-    shift: int = _data.recipe(
-        2, "largest random shift in each direction, in pixels", low=0, high=16
-    )
-    shift_fill: str = _data.recipe(
-        "reflect", "padding of shifted images", choices=("reflect", "zeros")
-    )
-    crop: int = _data.recipe(
+
+
+@dataclasses.dataclass(frozen=True)
+class AugmentationSettings(Settings):
+    """How training images are changed, and all images normalized."""
+
+    title = "Data"
+
+    shift: int = setting(2, "largest random shift in each direction, in pixels", low=0, high=16)
+    shift_fill: str = setting("reflect", "padding of shifted images", choices=("reflect", "zeros"))
+    crop: int = setting(
         0,
         "height and width of the crop in pixels, random in training and central in evaluation; 0: "
         "no crop",
         low=0,
     )
-    image_size_schedule: str = _data.recipe(
+    image_size_schedule: str = setting(
         "",
         "size of training images in pixels from an epoch or percentage on, e.g. 0=24,45%=32; "
         "empty: image_size",
     )
-    cutout: int = _data.recipe(
+    cutout: int = setting(
         0, "size in pixels of a random square that is blanked in each training image", low=0
     )
-    brightness: float = _data.recipe(
-        0.0, "largest random change of brightness, in levels of 255", low=0
-    )
-    augment: str = _data.recipe(
+    brightness: float = setting(0.0, "largest random change of brightness, in levels of 255", low=0)
+    augment: str = setting(
         "",
         "your own function (images, draws) or (images, labels, draws) of normalized training "
         "images, as path/to/file.py:function",
         check=functools.partial(check_function_name, "augment"),
     )
-    contrast: float = _data.recipe(
+    contrast: float = setting(
         0.0, "largest random change of contrast, as a fraction", low=0, high=1
     )
-    standardize: str = _data.recipe(
+    standardize: str = setting(
         "dataset",
         "mean and standard deviation for normalization: the data set's, or each image's own",
         choices=("dataset", "image"),
     )
 
-    model: str = _model.recipe(
+
+@dataclasses.dataclass(frozen=True)
+class ModelSettings(Settings):
+    """The net."""
+
+    title = "Model"
+
+    model: str = setting(
         "speednet94",
         f"net to train: {', '.join(MODELS)}; or your own function that returns a Keras model, as "
         "package.module:function or path/to/file.py:function",
         check=registry.check_model,
     )
-    precision: str = _model.recipe("auto", PRECISION_HELP, choices=("auto", *PRECISIONS))
-    whitening_images: int = _model.recipe(
+    precision: str = setting("auto", PRECISION_HELP, choices=("auto", *PRECISIONS))
+    whitening_images: int = setting(
         5000, "number of images from which whitening filters are computed", low=12
     )
 
-    optimizer: str = _optimizer.recipe(
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSettings(Settings):
+    """The loss, and the update of the weights and their averages."""
+
+    title = "Optimizer"
+
+    optimizer: str = setting(
         "momentum",
         "update rule: momentum, SGD; muon, Muon for convolutions and momentum SGD for the rest; "
         "adamw, AdamW",
         choices=OPTIMIZERS,
     )
-    learning_rate: float = _optimizer.recipe(0.1, "peak learning rate", low=0)
-    bias_learning_rate: float = _optimizer.recipe(
+    learning_rate: float = setting(0.1, "peak learning rate", low=0)
+    bias_learning_rate: float = setting(
         0.0, "peak rate of biases and norms; 0: learning_rate", low=0
     )
-    head_learning_rate: float = _optimizer.recipe(
+    head_learning_rate: float = setting(
         0.0, "peak rate of the last layer's kernel; 0: learning_rate", low=0
     )
-    whitening_learning_rate: float = _optimizer.recipe(
+    whitening_learning_rate: float = setting(
         0.0, "peak rate of whitening layers' biases; 0: bias_learning_rate", low=0
     )
-    learning_rate_schedule: str = _optimizer.recipe(
+    learning_rate_schedule: str = setting(
         "linear:0=1,100%=0",
         "factor of the peak rates at epochs or percentages of the run, interpolated (linear:) or "
         "constant (step:)",
     )
-    whitening_epochs: float = _optimizer.recipe(
+    whitening_epochs: float = setting(
         3.0, "epochs in which the whitening bias is trained", low=0, high=1e6
     )
-    momentum: float = _optimizer.recipe(0.9, "momentum coefficient of SGD", low=0, high=0.9999)
-    nesterov: bool = _optimizer.recipe(False, "Nesterov momentum in SGD")
-    muon_momentum: float = _optimizer.recipe(
-        0.655, "momentum coefficient of Muon", low=0, high=0.9999
-    )
-    weight_decay: float = _optimizer.recipe(
+    momentum: float = setting(0.9, "momentum coefficient of SGD", low=0, high=0.9999)
+    nesterov: bool = setting(False, "Nesterov momentum in SGD")
+    muon_momentum: float = setting(0.655, "momentum coefficient of Muon", low=0, high=0.9999)
+    weight_decay: float = setting(
         0.0, "weight decay at learning_rate, for all weights alike", low=0
     )
-    label_smoothing: float = _optimizer.recipe(
+    label_smoothing: float = setting(
         0.0, "probability spread over all classes in labels", low=0, high=0.9999
     )
-    loss: str = _optimizer.recipe(
+    loss: str = setting(
         "",
         "your own function (labels, logits) that returns the loss of each example, as "
         "path/to/file.py:function",
         check=functools.partial(check_function_name, "loss"),
     )
-    ema_decay: float = _optimizer.recipe(
+    ema_decay: float = setting(
         0.0, "decay of the weights' moving average; 0: none", low=0, high=0.999999
     )
-    lookahead: bool = _optimizer.recipe(
+    lookahead: bool = setting(
         False, "Lookahead: a slow average replaces the weights every five steps"
     )
 
-    eval_every_epochs: float = _reporting.free(
-        1.0, "epochs between evaluations; 0: only after the last step", low=0
+
+@dataclasses.dataclass(frozen=True)
+class ReportSettings(Settings):
+    """How often a run is evaluated, recorded and saved."""
+
+    title = "Reporting"
+
+    eval_every_epochs: float = setting(
+        1.0, "epochs between evaluations; 0: only after the last step", low=0, scope=RUN
     )
-    tta: bool = _reporting.free(
+    tta: bool = setting(
         False,
         "second evaluation at the end, with test-time augmentation: mirror images and shifts",
-        per_run=False,
+        scope=EXPERIMENT,
     )
-    summary_every_steps: int = _reporting.free(
+    summary_every_steps: int = setting(
         100,
         "steps between summaries, which have scalars ten times as often; 0: only at the last step",
         low=0,
+        scope=RUN,
     )
-    profile_steps: str = _reporting.free(
-        "", "steps to profile, e.g. 100:110 for the ten after step 100; empty: none"
+    profile_steps: str = setting(
+        "", "steps to profile, e.g. 100:110 for the ten after step 100; empty: none", scope=RUN
     )
-    checkpoint_every_steps: int = _reporting.free(
+    checkpoint_every_steps: int = setting(
         0,
         "steps between checkpoints; 0: every half minute and after evaluations, in at most 1 % of "
         "the time",
         low=0,
+        scope=RUN,
     )
-    keep_checkpoints: int = _reporting.free(3, "number of newest checkpoints to keep", low=1)
+    keep_checkpoints: int = setting(3, "number of newest checkpoints to keep", low=1, scope=RUN)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(  # dataclasses puts the fields of the last base first
+    ReportSettings,
+    OptimizerSettings,
+    ModelSettings,
+    AugmentationSettings,
+    DataSettings,
+    RunSettings,
+    TowerSettings,
+):
+    """Every setting of a training run. Batch sizes and steps are those of all towers together."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -614,21 +583,28 @@ def make_config(config_class: type[Config], settings: Mapping[str, Any]) -> Conf
     if issubclass(config_class, TrainConfig):
         recipe = given.setdefault("recipe", "" if "model" in given else DEFAULT_RECIPE)
         given = read_recipe(recipe) | given
-    config = config_class(**given)
-    check_limits(config)
-    return config
+    return config_class(**given)
+
+
+def names_of(*scopes: str) -> tuple[str, ...]:
+    """Return the names of a training's settings that have one of these scopes."""
+    fields = dataclasses.fields(TrainConfig)
+    return tuple(field.name for field in fields if field.metadata["scope"] in scopes)
+
+
+PER_RUN = names_of(SEED, RUN, PROCESS)  # settings in which repetitions of one experiment may differ
 
 
 def recipe_fields(config: TrainConfig) -> dict[str, Any]:
     """Return the settings that decide what is trained: a resumed run and all workers of a cluster
     have them in common.
     """
-    return {name: getattr(config, name) for name in names_with(TrainConfig, on_resume="refuse")}
+    return {name: getattr(config, name) for name in names_of(RECIPE, SEED)}
 
 
 def shared_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the settings that must be the same on all workers of a cluster."""
-    return {name: getattr(config, name) for name in names_with(TrainConfig, per_worker=False)}
+    return {name: getattr(config, name) for name in names_of(RECIPE, SEED, EXPERIMENT, RUN)}
 
 
 def code_digests(

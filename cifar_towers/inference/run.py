@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cifar_towers import files
-from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import (
     ComputeConfig,
     EvaluateConfig,
     ExportConfig,
     TrainedRunConfig,
 )
-from cifar_towers.config.train_config import make_config, names_with
+from cifar_towers.config.train_config import PER_RUN, make_config
 from cifar_towers.errors import UsageError
 from cifar_towers.hardware import tensorflow_imported
 from cifar_towers.reporting.records import read_records
@@ -24,10 +23,6 @@ from cifar_towers.reporting.records import read_records
 if TYPE_CHECKING:
     import keras
     import numpy as np
-
-PER_RUN = names_with(
-    TrainConfig, per_run=True
-)  # settings that may differ between the runs of a group
 
 
 def load_run(directory: Path | str, name: str = "") -> "Run":

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.utils import naming  # clear_session also ends the graph that is being built
 
-from cifar_towers.config import DeviceConfig, TrainConfig, schedules
+from cifar_towers.config import DeviceSettings, TrainConfig, schedules
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import NUM_OWN_DRAWS, Batches
 from cifar_towers.data.dataset import DatasetInfo, Split, chunks
@@ -83,7 +83,7 @@ def _fewer_towers(config: TrainConfig) -> int:
     return num_towers
 
 
-def setup_towers(config: DeviceConfig, num_towers: int = 0) -> list[Tower]:
+def setup_towers(config: DeviceSettings, num_towers: int = 0) -> list[Tower]:
     """Set up `num_towers` towers, by default as many as a config asks for, on this machine.
 
     Raises:
@@ -96,7 +96,7 @@ def setup_towers(config: DeviceConfig, num_towers: int = 0) -> list[Tower]:
         raise UsageError(str(error)) from error
 
 
-def _make_deterministic(config: DeviceConfig) -> None:
+def _make_deterministic(config: DeviceSettings) -> None:
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
 
