@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.train_config import make_config
+from cifar_towers.config.flags import make_config
 from cifar_towers.errors import Interrupted, UsageError
 from cifar_towers.hardware import tensorflow_imported
 from cifar_towers.inference.run import Run

@@ -28,8 +28,8 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cifar_towers import files
-from cifar_towers.cli.main import parse_command_line
 from cifar_towers.config import TrainConfig
+from cifar_towers.config.flags import parse_command_line
 from cifar_towers.errors import RunError, error_line
 from cifar_towers.hardware import gpu_names
 from cifar_towers.reporting.records import align_columns, format_rate

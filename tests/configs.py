@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.train_config import make_config
+from cifar_towers.config.flags import make_config
 
 
 def net(name):

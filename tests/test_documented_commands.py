@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from cifar_towers.cli.main import parse_command_line
 from cifar_towers.config import TrainConfig
+from cifar_towers.config.flags import parse_command_line
 from cifar_towers.data import sources, synthetic
 from tests.own_data import write_arrays, write_folder, write_table
 from tests.programs import call

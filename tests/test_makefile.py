@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.cli.main import parse_command_line
 from cifar_towers.config import TrainConfig
+from cifar_towers.config.flags import parse_command_line
 
 ROOT = Path(__file__).parents[1]
 OUTER_MAKE = {

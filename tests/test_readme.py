@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.cli.main import PROGRAMS, flag_settings
+from cifar_towers.cli.main import PROGRAMS
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.train_config import recipe_flagfile, recipe_names
+from cifar_towers.config.flags import flag_settings, recipe_flagfile, recipe_names
 from tests.messages import words_and_numbers
 
 ROOT = Path(__file__).parents[1]

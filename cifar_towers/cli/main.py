@@ -1,22 +1,17 @@
 """The command `cifar-towers <program>`. A program checks its flags before it imports TensorFlow."""
 
-import dataclasses
 import inspect
 import logging
 import os
 import signal
 import sys
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import flags as absl_flags
-
 from cifar_towers import api, files
 from cifar_towers.config import TrainConfig, parse_numbers, programs
-from cifar_towers.config.settings import Config, Settings, title_of
-from cifar_towers.config.train_config import make_config, recipe_names
+from cifar_towers.config.flags import HELP, parse_command_line
 from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError, error_line
 from cifar_towers.hardware import tensorflow_imported
 from cifar_towers.inference.run import load_run
@@ -26,19 +21,6 @@ from cifar_towers.signals import StopSignals
 
 log = logging.getLogger(__name__)
 
-BASIC = (  # settings of a training that --help lists; --helpfull has all
-    *(
-        "recipe",
-        "num_gpus",
-        "dataset",
-        "model",
-        "epochs",
-        "batch_size",
-        "precision",
-        "variable_placement",
-    ),
-    *("seed", "train_dir", "overwrite"),
-)
 TRAIN_COMMAND = [
     sys.executable,
     "-m",
@@ -73,7 +55,7 @@ def call(name: str, flags: Sequence[str]) -> int:
     """Call a program with the flags of its command line; return its exit code, or raise its
     errors.
     """
-    if name in ("-h", "--help", "--helpfull"):
+    if name in HELP:
         lines = [
             f"  {name:13} {str(program.__doc__).splitlines()[0]}"
             for name, (program, _) in PROGRAMS.items()
@@ -297,94 +279,3 @@ PROGRAMS: dict[str, tuple[Callable[[Any], int | None], type]] = {
     "runs": (runs, programs.RunsConfig),
     "launch": (launch, programs.LaunchConfig),
 }
-
-
-# Command-line flags, made from the settings of a config -------------------------------------------
-
-
-def parse_command_line(
-    config_class: type[Config], arguments: Sequence[str], description: str = ""
-) -> Config:
-    """Make a config from flags and flagfiles, of which later ones override earlier ones.
-
-    Print the help and exit if the command line asks for it: --help or --helpfull.
-
-    Raises:
-      UsageError: stray arguments, unknown flags, or values of a wrong type, out of range or in
-        conflict.
-    """
-    fields = flag_settings(config_class)
-    if {"-h", "--help", "--helpfull"}.intersection(arguments):
-        print(help_text(config_class, description, is_full="--helpfull" in arguments))
-        sys.exit(0)
-    values = _define(config_class, fields)
-    try:
-        _, *stray = values(["", *arguments])
-    except (absl_flags.Error, UnicodeDecodeError) as error:
-        raise UsageError(f"{' '.join(str(error).split())}; --helpfull lists the flags") from None
-    rest = [field.name for field in dataclasses.fields(config_class) if not has_flag(field)]
-    if stray and not rest:
-        raise UsageError(
-            f"{stray[0]!r} is not a flag; settings are given as --name=value; --help lists them"
-        )
-    settings = {
-        field.name: values[field.name].value for field in fields if values[field.name].present
-    }
-    return make_config(config_class, settings | {name: tuple(stray) for name in rest})
-
-
-def help_text(config_class: type[Settings], description: str, is_full: bool) -> str:
-    """Return the description of a program and the help of its flags; by default of a training's
-    `BASIC` ones only.
-    """
-    fields = flag_settings(config_class)
-    of_training = {field.name for field in dataclasses.fields(TrainConfig)}
-    shown = [
-        field for field in fields if is_full or field.name in BASIC or field.name not in of_training
-    ]
-    parts = [
-        description,
-        _define(config_class, shown).get_help(include_special_flags=False).strip(),
-    ]
-    if len(shown) < len(fields):
-        parts.append(f"{len(fields) - len(shown)} more flags: --helpfull lists all")
-    if "recipe" in {field.name for field in fields}:
-        parts.append(f"Recipes, which set other defaults: {', '.join(recipe_names())}.")
-    parts.append("--flagfile=FILE reads flags from a file, one a line; later flags override them.")
-    return "\n\n".join(parts)
-
-
-def flag_settings(config_class: type) -> list[dataclasses.Field]:
-    """Return the settings of a program that have a flag."""
-    return [field for field in dataclasses.fields(config_class) if has_flag(field)]
-
-
-def has_flag(field: dataclasses.Field) -> bool:
-    """Return whether a setting has a flag; a tuple takes the arguments that are not flags."""
-    return typing.get_origin(field.type) is not tuple
-
-
-def _define(
-    config_class: type[Settings], fields: Sequence[dataclasses.Field]
-) -> absl_flags.FlagValues:
-    """Define a flag for each setting, in the help section of its group."""
-    values = absl_flags.FlagValues()
-    define = {
-        bool: absl_flags.DEFINE_boolean,
-        int: absl_flags.DEFINE_integer,
-        float: absl_flags.DEFINE_float,
-        str: absl_flags.DEFINE_string,
-    }
-    field: Any
-    for field in fields:
-        limits = field.metadata
-        choices = f" ({'|'.join(filter(None, limits['choices']))})" if limits["choices"] else ""
-        text = limits["help"] + choices
-        define[field.type](
-            field.name,
-            field.default,
-            text,
-            flag_values=values,
-            module_name=title_of(config_class, field.name),
-        )
-    return values

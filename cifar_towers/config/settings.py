@@ -7,7 +7,6 @@ is. The config of a program inherits its sections, so its flags and keywords are
 import dataclasses
 import inspect
 import math
-import typing
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -77,8 +76,6 @@ def check_limits(config: Settings) -> None:
         limits = field.metadata
         given = f"{field.name}={value}"
 
-        if not _has_type(value, field.type):
-            raise UsageError(f"{field.name}={value!r} is not of the type {field.type}")
         if limits["required"] and not value:
             raise UsageError(limits["required"])
         if value == field.default:
@@ -93,10 +90,3 @@ def check_limits(config: Settings) -> None:
             raise UsageError(f"{given} is too small; the minimum is {limits['low']}")
         if limits["high"] is not None and value > limits["high"]:
             raise UsageError(f"{given} is too large; the maximum is {limits['high']}")
-
-
-def _has_type(value: object, declared: Any) -> bool:
-    kind = typing.get_origin(declared) or declared
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)

@@ -1,4 +1,4 @@
-"""Every setting of a training run, from which its flags are made, and the recipes that set them.
+"""Every setting of a training run, from which its flags are made.
 
 This module, and all that runs before training starts, must not import TensorFlow, so that a usage
 error is immediate. What cannot be used raises a UsageError here and in the modules beside this one;
@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from cifar_towers.config.settings import (
     RECIPE,
     RUN,
     SEED,
-    Config,
     Settings,
     setting,
 )
@@ -43,20 +42,6 @@ PRECISION_HELP = (
     "number format the net computes in; auto: bfloat16 if the hardware computes it faster, "
     "else float32"
 )
-DEFAULT_RECIPE = "speed94"
-PACKAGE = Path(__file__).resolve().parents[1]
-# An installed copy has the recipes inside the package, a checkout beside it.
-RECIPES = next(
-    (place for place in (PACKAGE / "configs", PACKAGE.parent / "configs") if place.is_dir()),
-    PACKAGE,
-)
-PATHS = (
-    "train_dir",
-    "init_from",
-    "out",
-    "runs_dir",
-)  # after `--train_dir=` the shell leaves a ~ as it is
-
 
 # The settings of a training -----------------------------------------------------------------------
 
@@ -540,50 +525,7 @@ CONFLICTS: tuple[
 )
 
 
-# Recipes: the flagfiles in `configs/`, and the settings that decide what is trained ---------------
-
-
-def recipe_names() -> list[str]:
-    """Return the names that `--recipe` takes."""
-    return sorted(path.stem for path in RECIPES.glob("*.cfg"))
-
-
-def recipe_flagfile(name: str) -> Path:
-    if name not in recipe_names():
-        raise UsageError(f"recipe={name} is not one of {', '.join(recipe_names())}")
-    return RECIPES / f"{name}.cfg"
-
-
-def read_recipe(name: str) -> dict[str, Any]:
-    """Return the settings in the file of a recipe, which holds a flag a line; no settings if the
-    name is empty.
-    """
-    types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(TrainConfig)}
-    lines = recipe_flagfile(name).read_text().splitlines() if name else []
-    pairs = [line.removeprefix("--").split("=", 1) for line in lines if line.startswith("--")]
-    return {key: types[key](*value) if value else True for key, *value in pairs}
-
-
-def make_config(config_class: type[Config], settings: Mapping[str, Any]) -> Config:
-    """Make the config of a program from settings by name, as a command line or a call from Python
-    gives them.
-
-    The settings of a training override those of its recipe, which is speed94 unless they name
-    another or a model. None stands for the default.
-
-    Raises:
-      UsageError: a value is of a wrong type, out of range or in conflict, or a file of the user's
-        does not exist.
-      TypeError: there is no such setting.
-    """
-    given = {name: value for name, value in settings.items() if value is not None}
-    given |= {name: os.path.expanduser(given[name]) for name in PATHS if name in given}
-    for name in ("model", "augment", "loss"):
-        find_source(name, given.get(name, ""))
-    if issubclass(config_class, TrainConfig):
-        recipe = given.setdefault("recipe", "" if "model" in given else DEFAULT_RECIPE)
-        given = read_recipe(recipe) | given
-    return config_class(**given)
+# What settings decide -----------------------------------------------------------------------------
 
 
 def names_of(*scopes: str) -> tuple[str, ...]:

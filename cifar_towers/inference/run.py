@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cifar_towers import files
+from cifar_towers.config.flags import make_config
 from cifar_towers.config.programs import (
     ComputeConfig,
     EvaluateConfig,
     ExportConfig,
     TrainedRunConfig,
 )
-from cifar_towers.config.train_config import PER_RUN, make_config
+from cifar_towers.config.train_config import PER_RUN
 from cifar_towers.errors import UsageError
 from cifar_towers.hardware import tensorflow_imported
 from cifar_towers.reporting.records import read_records

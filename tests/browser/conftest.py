@@ -12,8 +12,8 @@ import pytest
 from tensorboard import program
 
 from cifar_towers import api
-from cifar_towers.cli.main import parse_command_line
 from cifar_towers.config import TrainConfig
+from cifar_towers.config.flags import parse_command_line
 from cifar_towers.data import synthetic
 from cifar_towers.signals import StopSignals
 

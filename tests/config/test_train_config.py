@@ -1,12 +1,13 @@
 import dataclasses
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from cifar_towers.checkpointing.run_directory import describe_differences
-from cifar_towers.cli.main import parse_command_line
-from cifar_towers.config import TrainConfig
+from cifar_towers.config import TrainConfig, flags
+from cifar_towers.config.flags import make_config, parse_command_line
 from cifar_towers.config.programs import EvaluateConfig, ExportConfig
 from cifar_towers.config.train_config import (
     PER_RUN,
@@ -14,7 +15,6 @@ from cifar_towers.config.train_config import (
     DataSettings,
     ModelSettings,
     OptimizerSettings,
-    make_config,
     recipe_fields,
     shared_settings,
 )
@@ -94,7 +94,7 @@ def test_refused_flags_are_named_in_one_line(config_class, arguments, mention):
     ("settings", "error", "message"),
     [
         ({"lr": 1}, TypeError, "'lr'"),
-        ({"lookahead": "False"}, UsageError, "lookahead='False'"),
+        ({"lookahead": "perhaps"}, UsageError, "lookahead=perhaps"),
         ({"num_gpus": 2.0}, UsageError, "num_gpus=2.0"),
         ({"seed": True}, UsageError, "seed=True"),
         ({"recipe": "sped94"}, UsageError, "recipe=sped94"),
@@ -111,6 +111,40 @@ def test_settings_from_python_are_those_of_the_command_line(tmp_path):
         TrainConfig, {"recipe": "smoke", "epochs": 3, "train_dir": tmp_path, "seed": None}
     )
     assert config == parse("--recipe=smoke", "--epochs=3", f"--train_dir={tmp_path}")
+    assert make_config(TrainConfig, {"recipe": "speed95", "lookahead": "False"}).lookahead is False
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("--nesterov=false", "nesterov", False),
+        ("--nosoft_placement", "soft_placement", False),
+        ("--nesterov", "nesterov", True),
+        ("--epochs=3", "epochs", 3.0),
+    ],
+)
+def test_recipes_are_read_as_flagfiles_are(tmp_path, monkeypatch, line, name, value):
+    recipe = tmp_path / "mine.cfg"
+    recipe.write_text(f"# a recipe\n{line}\n")
+    monkeypatch.setattr(flags, "RECIPES", tmp_path)
+    for config in (parse("--recipe=mine"), make_config(TrainConfig, {"recipe": "mine"})):
+        assert (getattr(config, name), config.recipe) == (value, "mine")
+
+
+def test_help_lists_settings_by_section():
+    text = flags.help_text(TrainConfig, "", is_full=True)
+    titles = re.findall(r"^(\w+):$", text, re.M)
+    assert titles == ["Data", "Model", "Optimizer", "Reporting", "Run", "Towers"]
+    assert "--cutout" in text.partition("\nModel:")[0]  # one title for data and augmentation
+
+
+def test_flagfile_may_be_a_pipe():
+    """A shell's <(...) can be read only once."""
+    reader, writer = os.pipe()
+    os.write(writer, b"--batch_size=96\n")
+    os.close(writer)
+    assert parse(f"--flagfile=/dev/fd/{reader}").batch_size == 96
+    os.close(reader)
 
 
 def test_later_flags_and_flagfiles_override_earlier_ones(tmp_path):

@@ -15,8 +15,8 @@ import pytest
 
 from cifar_towers import files
 from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_checkpoint, step_of
-from cifar_towers.cli.main import parse_command_line
 from cifar_towers.config import TrainConfig
+from cifar_towers.config.flags import parse_command_line
 from cifar_towers.multi_worker.launcher import free_addresses
 from tests import programs
 from tests.configs import net

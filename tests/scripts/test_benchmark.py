@@ -9,9 +9,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from cifar_towers.cli.main import parse_command_line
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.train_config import recipe_names
+from cifar_towers.config.flags import parse_command_line, recipe_names
 from cifar_towers.errors import RunError
 from cifar_towers.models import MODELS
 from cifar_towers.models.speednet import Whitening
