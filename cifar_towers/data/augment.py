@@ -11,22 +11,15 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from cifar_towers.config.train_config import AugmentationSettings
 from cifar_towers.data.batches import RandomDraws
 from cifar_towers.data.dataset import CIFAR10
 
 
 class Augmentation(NamedTuple):
-    """Settings of preprocessing, with the units of `TrainConfig`, and the moments of
-    `DatasetInfo`.
-    """
+    """The preprocessing of images, with the moments of `DatasetInfo`."""
 
-    crop: int = 0
-    shift: int = 0
-    shift_fill: str = "reflect"
-    cutout: int = 0
-    brightness: float = 0.0
-    contrast: float = 0.0
-    standardize: str = "dataset"
+    settings: AugmentationSettings = AugmentationSettings()
     mean: tuple[float, ...] = CIFAR10.mean
     std: tuple[float, ...] = CIFAR10.std
     own: Callable[..., tuple[tf.Tensor, tf.Tensor]] | None = (
@@ -39,27 +32,26 @@ class Augmentation(NamedTuple):
         Args:
           image_size: T, to which images are downsampled unless `crop` is set; 0: S.
         """
+        settings = self.settings
         images = tf.cast(images, tf.float32)  # before the padding: GPUs cannot pad integers
-        window_size = self.crop or images.shape[1]
+        window_size = settings.crop or images.shape[1]
         images = random_window(
-            images, draws.window, draws.flip, window_size, self.shift, self.shift_fill
+            images, draws.window, draws.flip, window_size, settings.shift, settings.shift_fill
         )
-        if self.brightness or self.contrast:
-            by_image = self.standardize == "image"
+        if settings.brightness or settings.contrast:
+            by_image = settings.standardize == "image"
             center = (
                 tf.reduce_mean(images, [1, 2], keepdims=True)
                 if by_image
                 else tf.constant(self.mean)
             )
-            brightness, contrast = (
-                self.brightness * draws.brightness,
-                1 + self.contrast * draws.contrast,
-            )
+            brightness = settings.brightness * draws.brightness
+            contrast = 1 + settings.contrast * draws.contrast
             images = adjust_color(images, brightness, contrast, center)
         images = self.normalize(images)
-        if self.cutout:
-            images = cutout(images, draws.cutout, self.cutout)
-        return downsample(images, image_size) if image_size and not self.crop else images
+        if settings.cutout:
+            images = cutout(images, draws.cutout, settings.cutout)
+        return downsample(images, image_size) if image_size and not settings.crop else images
 
     def augment_with_labels(
         self, images: tf.Tensor, labels: tf.Tensor, draws: RandomDraws, image_size: int = 0
@@ -75,16 +67,17 @@ class Augmentation(NamedTuple):
         T, T, 3] float32.
         """
         images = tf.cast(images, tf.float32)
-        if self.crop:
-            start = (images.shape[1] - self.crop) // 2
-            images = images[:, start : start + self.crop, start : start + self.crop]
+        crop = self.settings.crop
+        if crop:
+            start = (images.shape[1] - crop) // 2
+            images = images[:, start : start + crop, start : start + crop]
         return self.normalize(images)
 
     def normalize(self, images: tf.Tensor) -> tf.Tensor:
         """Scale to zero mean and unit standard deviation, per channel of the data set or per
         image.
         """
-        if self.standardize == "dataset":
+        if self.settings.standardize == "dataset":
             return (images - tf.constant(self.mean)) / tf.constant(self.std)
         return tf.image.per_image_standardization(images)
 

@@ -110,10 +110,10 @@ def make_portable_model(trained: TrainedModel) -> keras.Model:
     augmentation, size = trained.augmentation, trained.info.image_size
     images = keras.Input((size, size, 3), dtype="uint8", name="images")
     x = keras.ops.cast(images, "float32")
-    if crop := augmentation.crop:
+    if crop := augmentation.settings.crop:
         sides = (size - crop) // 2, size - crop - (size - crop) // 2  # as `Augmentation.evaluate`
         x = keras.layers.Cropping2D((sides, sides), dtype="float32", name="crop")(x)
-    if augmentation.standardize == "dataset":
+    if augmentation.settings.standardize == "dataset":
         x = (x - np.array(augmentation.mean, "f4")) / np.array(augmentation.std, "f4")
     else:  # as `tf.image.per_image_standardization`
         smallest = float(np.prod(x.shape[1:])) ** -0.5

@@ -1,13 +1,10 @@
-"""From settings to the parts of a run: devices, batches, model, state, step. Parts take plain
-values.
-"""
+"""From settings to the parts of a run: devices, batches, model, state, step."""
 
 import contextlib
 import dataclasses
 import functools
 import inspect
 import logging
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +13,8 @@ import numpy as np
 import tensorflow as tf
 from keras.src.utils import naming  # clear_session also ends the graph that is being built
 
-from cifar_towers.config import DeviceSettings, TrainConfig, schedules
+from cifar_towers.config import TrainConfig, schedules
+from cifar_towers.config.train_config import AugmentationSettings, DeviceSettings, OptimizerSettings
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import NUM_OWN_DRAWS, Batches
 from cifar_towers.data.dataset import DatasetInfo, Split, chunks
@@ -83,21 +81,21 @@ def _fewer_towers(config: TrainConfig) -> int:
     return num_towers
 
 
-def setup_towers(config: DeviceSettings, num_towers: int = 0) -> list[Tower]:
-    """Set up `num_towers` towers, by default as many as a config asks for, on this machine.
+def setup_towers(settings: DeviceSettings, num_towers: int = 0) -> list[Tower]:
+    """Set up `num_towers` towers, by default as many as the settings ask for, on this machine.
 
     Raises:
       UsageError: this machine cannot have them.
     """
-    _make_deterministic(config)
+    _make_deterministic(settings)
     try:
-        return make_towers(num_towers or config.num_gpus, soft_placement=config.soft_placement)
+        return make_towers(num_towers or settings.num_gpus, soft_placement=settings.soft_placement)
     except (ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from error
 
 
-def _make_deterministic(config: DeviceSettings) -> None:
-    if config.deterministic:
+def _make_deterministic(settings: DeviceSettings) -> None:
+    if settings.deterministic:
         tf.config.experimental.enable_op_determinism()
 
 
@@ -117,14 +115,9 @@ def make_batches(
     )
 
 
-def make_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
+def make_augmentation(settings: AugmentationSettings, info: DatasetInfo) -> Augmentation:
     """Return the augmentation of a run, without a function of the user's."""
-    settings = {
-        name: getattr(config, name)
-        for name in Augmentation._fields
-        if name not in ("mean", "std", "own")
-    }
-    return Augmentation(**settings, mean=info.mean, std=info.std)
+    return Augmentation(settings, info.mean, info.std)
 
 
 def make_own_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
@@ -142,12 +135,12 @@ def make_own_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentatio
 
 
 def make_example_loss(
-    config: TrainConfig, num_classes: int
+    settings: OptimizerSettings, num_classes: int
 ) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
     """Return the loss (labels, logits) -> [B] of each example: the user's, or the cross entropy."""
-    if config.loss:
-        return load_loss(config.loss, num_classes)
-    return functools.partial(cross_entropy, smoothing=config.label_smoothing)
+    if settings.loss:
+        return load_loss(settings.loss, num_classes)
+    return functools.partial(cross_entropy, smoothing=settings.label_smoothing)
 
 
 def make_model(
@@ -298,18 +291,7 @@ def make_state(
     scope.
     """
     model = make_model(config, precision, train.info, train)
-    optimizer = make_optimizer(
-        config.optimizer,
-        model,
-        role_schedules(config, length),
-        learning_rate=config.learning_rate,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        nesterov=config.nesterov,
-        muon_momentum=config.muon_momentum,
-        total_steps=length.total,
-        is_speednet=config.model in SPEEDNETS,
-    )
+    optimizer = make_optimizer(config, model, length, is_speednet=config.model in SPEEDNETS)
     state = TrainState(
         model,
         optimizer,
@@ -320,25 +302,6 @@ def make_state(
         step_device=step_device,
     )
     return state, make_loss_fn(config, model)
-
-
-def role_schedules(config: TrainConfig, length: schedules.RunLength) -> dict[str, tuple]:
-    """Return (peak learning rate, factor of a step[, first step without training]) of each role
-    over a run.
-    """
-    shape, points = schedules.parse_rate_schedule(config.learning_rate_schedule)
-    factor = functools.partial(
-        schedules.RATE_SHAPES[shape], steps=points.steps(length), values=points.values
-    )
-    whitening_steps = math.ceil(schedules.to_steps(config.whitening_epochs, length.steps_per_epoch))
-    bias_rate = config.bias_learning_rate or config.learning_rate
-    whitening_rate = config.whitening_learning_rate or bias_rate
-    return {
-        "kernels": (config.learning_rate, factor),
-        "biases": (bias_rate, factor),
-        "head": (config.head_learning_rate or config.learning_rate, factor),
-        "whitening": (whitening_rate, lambda step: 1 - step / whitening_steps, whitening_steps),
-    }
 
 
 def make_image_size_fn(config: TrainConfig, length: schedules.RunLength) -> Callable[[int], int]:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
+from cifar_towers.config import schedules
+from cifar_towers.config.train_config import OptimizerSettings
 from cifar_towers.towers.placement import pin_to_device
 
 Updates = list[tuple[tf.Variable, tf.Tensor]]  # (variable, new value)
@@ -234,39 +236,58 @@ class Optimizer:
 
 
 def make_optimizer(
-    name: str,
+    settings: OptimizerSettings,
     model: keras.Model,
-    schedules: Mapping[str, tuple],
-    *,
-    learning_rate: float,
-    weight_decay: float,
-    momentum: float,
-    nesterov: bool,
-    muon_momentum: float,
-    total_steps: int,
+    length: schedules.RunLength,
     is_speednet: bool = False,
 ) -> Optimizer:
-    """Return an optimizer with a parameter group for each role of `schedules`, which
-    `build.role_schedules` returns.
+    """Return the optimizer of a run, with a parameter group for each role.
 
     `weight_decay` is that at `learning_rate`. A role with another peak rate gets weight_decay x
     learning_rate / peak_rate, so that all weights of one update rule decay by the same fraction per
     step.
+
+    Args:
+      is_speednet: see `split_by_role`.
     """
-    sgd = functools.partial(Momentum, momentum=momentum, nesterov=nesterov)
-    muon = functools.partial(Muon, momentum=muon_momentum, total_steps=total_steps)
+    sgd = functools.partial(Momentum, momentum=settings.momentum, nesterov=settings.nesterov)
+    muon = functools.partial(Muon, momentum=settings.muon_momentum, total_steps=length.total)
     # optimizer -> (rule of convolution kernels, rule of all other variables)
     rules: dict[str, tuple[Callable[..., UpdateRule], Callable[..., UpdateRule]]]
     rules = {"momentum": (sgd, sgd), "muon": (muon, sgd), "adamw": (AdamW, AdamW)}
-    of_kernels, of_others = rules[name]
-    variables, groups = split_by_role(model, is_speednet), []
-    for role, (peak_rate, *factor) in schedules.items():
-        decay = weight_decay * learning_rate / peak_rate if peak_rate else 0.0
+    of_kernels, of_others = rules[settings.optimizer]
+
+    variables = split_by_role(model, is_speednet)
+    groups = []
+    for role, (peak_rate, *factor) in role_schedules(settings, length).items():
+        decay = 0.0
+        if peak_rate:
+            decay = settings.weight_decay * settings.learning_rate / peak_rate
         make_rule = of_kernels if role == "kernels" else of_others
-        groups.append(
-            ParamGroup(role, make_rule(variables[role], weight_decay=decay), peak_rate, *factor)
-        )
+        rule = make_rule(variables[role], weight_decay=decay)
+        groups.append(ParamGroup(role, rule, peak_rate, *factor))
     return Optimizer(groups)
+
+
+def role_schedules(settings: OptimizerSettings, length: schedules.RunLength) -> dict[str, tuple]:
+    """Return (peak learning rate, factor of a step[, first step without training]) of each role
+    over a run.
+    """
+    shape, points = schedules.parse_rate_schedule(settings.learning_rate_schedule)
+    factor = functools.partial(
+        schedules.RATE_SHAPES[shape], steps=points.steps(length), values=points.values
+    )
+    whitening_steps = math.ceil(
+        schedules.to_steps(settings.whitening_epochs, length.steps_per_epoch)
+    )
+    bias_rate = settings.bias_learning_rate or settings.learning_rate
+    whitening_rate = settings.whitening_learning_rate or bias_rate
+    return {
+        "kernels": (settings.learning_rate, factor),
+        "biases": (bias_rate, factor),
+        "head": (settings.head_learning_rate or settings.learning_rate, factor),
+        "whitening": (whitening_rate, lambda step: 1 - step / whitening_steps, whitening_steps),
+    }
 
 
 def split_by_role(model: keras.Model, is_speednet: bool = False) -> dict[str, list[tf.Variable]]:

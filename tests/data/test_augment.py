@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cifar_towers.config.train_config import AugmentationSettings
 from cifar_towers.data import augment
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import RandomDraws
@@ -59,7 +60,8 @@ def test_normalize_by_moments_of_the_data_set_or_of_the_image(images):
         levels
     )
     np.testing.assert_allclose(normalized[0, 0], [[0] * 3, [1] * 3], atol=1e-6)
-    own = augment.Augmentation(standardize="image").normalize(tf.cast(images, tf.float32)).numpy()
+    by_image = Augmentation(AugmentationSettings(standardize="image"))
+    own = by_image.normalize(tf.cast(images, tf.float32)).numpy()
     np.testing.assert_allclose(own.mean((1, 2, 3)), 0, atol=1e-5)
     np.testing.assert_allclose(own.std((1, 2, 3)), 1, rtol=1e-4)
 
@@ -97,20 +99,22 @@ def test_tta_views_are_weighted_to_one_and_hold_the_mirror(images):
 
 
 def test_neutral_draws_change_nothing(images):
-    augmentation, images = Augmentation(shift=2, brightness=9, contrast=0.1), tf.constant(images)
+    augmentation = Augmentation(AugmentationSettings(shift=2, brightness=9, contrast=0.1))
+    images = tf.constant(images)
     np.testing.assert_allclose(
         augmentation.augment(images, draws(6)), augmentation.evaluate(images), atol=1e-5
     )
 
 
 def test_evaluation_uses_the_central_crop(images):
-    crop = Augmentation(crop=24, standardize="image").evaluate(tf.constant(images))
+    augmentation = Augmentation(AugmentationSettings(crop=24, standardize="image"))
+    crop = augmentation.evaluate(tf.constant(images))
     witness = tf.image.per_image_standardization(images[:, 4:28, 4:28].astype("f4"))
     np.testing.assert_allclose(crop, witness, atol=1e-5)
 
 
 def test_augmentation_does_not_depend_on_the_shard(images):
-    everything = Augmentation(shift=3, cutout=8, brightness=20, contrast=0.3)
+    everything = Augmentation(AugmentationSettings(shift=3, cutout=8, brightness=20, contrast=0.3))
     random = np.random.default_rng(2)
     given = {
         "flip": random.random(6) < 0.5,

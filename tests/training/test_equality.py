@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cifar_towers.config.train_config import AugmentationSettings
 from cifar_towers.data import synthetic
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batches
@@ -23,7 +24,7 @@ from cifar_towers.training.step import make_update
 
 pytestmark = pytest.mark.gpu
 STEPS, BATCH, RATE, MOMENTUM, BOUND = 4, 48, 0.1, 0.9, 1e-4
-AUGMENTATION = Augmentation(shift=2, brightness=8.0)
+AUGMENTATION = Augmentation(AugmentationSettings(shift=2, brightness=8.0))
 SOME = [("towers", "cpu", 1, 4), ("towers", "round_robin", 2, 1), ("towers", "least_loaded", 4, 1)]
 SOME += [("mirrored", "", 2, 1), ("mirrored", "", 2, 2)]
 ALL = [

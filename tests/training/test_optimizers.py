@@ -6,10 +6,9 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
+from cifar_towers.config.train_config import OptimizerSettings
 from cifar_towers.registry import OPTIMIZERS
-from cifar_towers.training.build import role_schedules
 from cifar_towers.training.optimizers import (
     AdamW,
     Momentum,
@@ -44,18 +43,16 @@ def convolutions():
 def state(request):
     """Return the state of a net with variables in every role, for each optimizer."""
     model = convolutions()
-    config = TrainConfig(learning_rate_schedule="step:0=1", whitening_epochs=1e6, **RATES)
-    settings = {
-        "learning_rate": 0.2,
-        "weight_decay": 0.05,
-        "momentum": 0.9,
-        "nesterov": False,
-        "muon_momentum": 0.6,
-    }
-    schedules = role_schedules(config, LENGTH)
-    optimizer = make_optimizer(
-        request.param, model, schedules, total_steps=10, is_speednet=True, **settings
+    settings = OptimizerSettings(
+        optimizer=request.param,
+        learning_rate_schedule="step:0=1",
+        whitening_epochs=1e6,
+        weight_decay=0.05,
+        momentum=0.9,
+        muon_momentum=0.6,
+        **RATES,
     )
+    optimizer = make_optimizer(settings, model, LENGTH, is_speednet=True)
     return TrainState(model, optimizer, 10, ema_decay=0.9, lookahead=True)
 
 
