@@ -64,8 +64,8 @@ bench: .venv/ready  ## compare placements, strategies and numbers of towers for 
 ##@ Develop
 
 # what compiles no net
-QUICK = $(addprefix tests/,config data checkpointing reporting test_architecture.py test_files.py test_signals.py \
-  towers/test_gradients.py towers/test_sharding.py)
+QUICK = $(addprefix tests/,config data reporting test_architecture.py test_files.py test_signals.py \
+  towers/test_gradients.py towers/test_sharding.py runs/test_checkpoint.py runs/test_directory.py runs/test_table.py)
 
 test-quick: .venv/dev-ready  ## run the tests that compile no net, in a minute
 	@$(MAKE) --no-print-directory test ARGS="-n 2 --dist worksteal $(QUICK) $(ARGS)"

@@ -30,4 +30,4 @@ elif "TF_ENABLE_ONEDNN_OPTS" not in os.environ:
     )
 
 from cifar_towers.api import train  # after the environment is set
-from cifar_towers.inference.run import Run, load_run
+from cifar_towers.runs.run import Run, load_run

@@ -17,8 +17,8 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.config.flags import make_config
 from cifar_towers.errors import Interrupted, UsageError
 from cifar_towers.hardware import tensorflow_imported
-from cifar_towers.inference.run import Run
 from cifar_towers.multi_worker.cluster_spec import Workers
+from cifar_towers.runs.run import Run
 from cifar_towers.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -99,9 +99,9 @@ def train_run(
 
     What can be refused without TensorFlow is refused before it is imported. See `trainer.train`.
     """
-    from cifar_towers.checkpointing.run_directory import open_run
     from cifar_towers.evaluation.score import describe_score, reported_score
     from cifar_towers.reporting.phase_timer import PhaseTimer
+    from cifar_towers.runs.directory import open_run
 
     timer = PhaseTimer()  # TensorFlow's import is a part of the start
     with contextlib.ExitStack() as stack:
@@ -117,7 +117,7 @@ def train_run(
             return result
         stack.enter_context(tensorflow_imported())
         from cifar_towers import trainer
-        from cifar_towers.reporting.run_logger import Callbacks
+        from cifar_towers.callbacks import Callbacks
 
         of_run = Callbacks(callbacks, Run(directory.path))
         return trainer.train(config, source, directory, signals, cluster, of_run, timer)

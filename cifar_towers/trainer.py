@@ -2,26 +2,15 @@
 
 import contextlib
 import functools
-import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_checkpoint
-from cifar_towers.checkpointing.run_directory import (
-    ADVICE,
-    RunDirectory,
-    assign,
-    code_facts,
-    describe_differences,
-)
+from cifar_towers.callbacks import Callbacks
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.train_config import code_digests, recipe_fields, shared_settings
+from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.data import sources
 from cifar_towers.data.batches import Batch
 from cifar_towers.errors import (
@@ -35,11 +24,18 @@ from cifar_towers.errors import (
 )
 from cifar_towers.evaluation.evaluator import Evaluator, make_classify_fn, score_split
 from cifar_towers.evaluation.score import reported_score
-from cifar_towers.hardware import choose_precision
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import Workers
 from cifar_towers.reporting.phase_timer import PhaseTimer, training_seconds
-from cifar_towers.reporting.run_logger import Callbacks, RunLogger, RunSetup
+from cifar_towers.reporting.run_logger import RunLogger
+from cifar_towers.runs.checkpoint import find_checkpoint, read_checkpoint
+from cifar_towers.runs.directory import (
+    ADVICE,
+    RunDirectory,
+    assign,
+    code_facts,
+    describe_differences,
+)
 from cifar_towers.signals import StopSignals
 from cifar_towers.training import build
 from cifar_towers.training.diagnostics import (
@@ -48,9 +44,9 @@ from cifar_towers.training.diagnostics import (
     Health,
     StepDiagnostics,
 )
-from cifar_towers.training.distributed_step import towers_here
 from cifar_towers.training.hard_examples import PROXY
 from cifar_towers.training.runner import FinishedStep, StepInput, StepRunner
+from cifar_towers.training.setup import RunSetup, set_up
 
 HOW_TO_RESUME = "the same command resumes, without --overwrite"  # how messages end
 
@@ -83,9 +79,9 @@ def train(
         workers,
         devices,
     ):
-        setup = set_up(config, source, devices, workers, timer)
+        setup = set_up(config, source, devices, workers)
         with callbacks.until_end():
-            run = Training(setup, directory, signals, callbacks)
+            run = Training(setup, directory, signals, callbacks, timer)
             with signals.recorded(), run.opened() as step:
                 step = train_from(step, run)
                 saved = run.save_now(step, wait=True)
@@ -93,57 +89,6 @@ def train(
                 run.stop_signal = signals.received
                 raise run.save_early(step)
             return finish(step, saved, run)
-
-
-def set_up(
-    config: TrainConfig, source: sources.Source, devices: tuple, workers: Workers, timer: PhaseTimer
-) -> RunSetup:
-    """Read the data, and return the setup of a run on the devices that `build.setup_devices`
-    returned.
-
-    Raises:
-      UsageError: the workers of a cluster have different setups. Other errors are those of
-        `sources.load`.
-    """
-    strategy, towers = devices
-    dataset = sources.load(source, config.validation_examples, config.image_size)
-    local_towers = towers_here(strategy, towers) if strategy else towers
-    setup = RunSetup(
-        config=config,
-        dataset=dataset,
-        strategy=strategy,
-        towers=towers,
-        local_towers=local_towers,
-        precision=choose_precision(config.precision, local_towers[0].device),
-        workers=workers,
-        length=config.run_length(len(dataset.train.labels) // config.examples_drawn),
-        timer=timer,
-    )
-    if workers.size > 1:
-        workers.assert_equal(shared_values(setup))
-    return setup
-
-
-def shared_values(setup: RunSetup) -> dict[str, Any]:
-    """Return what must be equal on all workers of a cluster: settings, code, versions, data,
-    precision and towers.
-    """
-    package = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
-    versions = {
-        "the code of cifar_towers, as sha256,": hashlib.sha256(package).hexdigest(),
-        "TensorFlow": tf.__version__,
-        "Keras": keras.__version__,
-        "TF_ENABLE_ONEDNN_OPTS": os.environ.get("TF_ENABLE_ONEDNN_OPTS"),
-        "precision": setup.precision,
-        "towers": len(setup.local_towers),
-    }
-    code = {
-        f"a file of {setting}, as sha256,": digest
-        for setting, digest in code_digests(setup.config).items()
-    }
-    splits = ("train", "validation", "test")
-    data = {f"{name} images, as sha256,": getattr(setup.dataset, name).digest for name in splits}
-    return shared_settings(setup.config) | versions | code | data
 
 
 def train_from(step: int, run: "Training") -> int:
@@ -223,20 +168,21 @@ class Training:
     """
 
     def __init__(
-        self, setup: RunSetup, directory: RunDirectory, signals: StopSignals, callbacks: Callbacks
+        self,
+        setup: RunSetup,
+        directory: RunDirectory,
+        signals: StopSignals,
+        callbacks: Callbacks,
+        timer: PhaseTimer,
     ):
-        self.setup, self.directory, self.signals, self.callbacks = (
-            setup,
-            directory,
-            signals,
-            callbacks,
-        )
-        self.config, self.workers, self.length, self.timer = (
-            setup.config,
-            setup.workers,
-            setup.length,
-            setup.timer,
-        )
+        self.setup = setup
+        self.directory = directory
+        self.signals = signals
+        self.callbacks = callbacks
+        self.timer = timer
+        self.config = setup.config
+        self.workers = setup.workers
+        self.length = setup.length
         config, train, length = setup.config, setup.dataset.train, setup.length
 
         rows = config.examples_drawn * len(setup.local_towers) // len(setup.towers)
@@ -254,7 +200,7 @@ class Training:
                 self.variables[f"{PROXY}.{name}"] = variable
         self.diagnoser = Diagnoser(self.state.model, augmentation, setup.local_towers)
         self.health = Health(setup.towers)
-        self.logger = RunLogger(setup, self.state.model)
+        self.logger = RunLogger(setup, self.state.model, timer)
         self.log = self.logger.log
         show = functools.partial(self.logger.progress.activity, "evaluating")
         classify = make_classify_fn(

@@ -28,14 +28,14 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cifar_towers import files
-from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_checkpoint
 from cifar_towers.config.settings import PROCESS
 from cifar_towers.config.train_config import names_of
 from cifar_towers.errors import RunError, UsageError, error_line, printable
 from cifar_towers.evaluation.score import score_name
-from cifar_towers.inference.run import Run, load_run
-from cifar_towers.inference.runs import flatten
 from cifar_towers.reporting.records import read_records
+from cifar_towers.runs.checkpoint import list_checkpoints, read_checkpoint
+from cifar_towers.runs.run import Run, load_run
+from cifar_towers.runs.table import flatten
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TIMEOUT_SECONDS = 600  # of one process

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cifar_towers.inference.run import Run
-from cifar_towers.inference.runs import read_runs
+from cifar_towers.runs.run import Run
+from cifar_towers.runs.table import read_runs
 
 
 def main() -> None:

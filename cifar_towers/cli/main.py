@@ -14,9 +14,9 @@ from cifar_towers.config import TrainConfig, parse_numbers, programs
 from cifar_towers.config.flags import HELP, parse_command_line
 from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError, error_line
 from cifar_towers.hardware import tensorflow_imported
-from cifar_towers.inference.run import load_run
 from cifar_towers.multi_worker import cluster_spec, launcher
 from cifar_towers.multi_worker.cluster_spec import Workers
+from cifar_towers.runs.run import load_run
 from cifar_towers.signals import StopSignals
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def train_seeds(config: TrainConfig) -> None:
 
     If seeds diverge, the others are trained and counted before a DivergedError is raised.
     """
-    from cifar_towers.inference.runs import summarize_groups
+    from cifar_towers.runs.table import summarize_groups
 
     source, config = api.locate_data(config)
     trained = []
@@ -215,7 +215,7 @@ def report(config: programs.ReportConfig) -> None:
     mean, with a band of one standard deviation.
     """
     from cifar_towers.inference.report import render
-    from cifar_towers.inference.runs import read_runs
+    from cifar_towers.runs.table import read_runs
 
     directories = [Path(run) for run in config.runs]
     out = Path(config.out or Path(directories[0] if len(directories) == 1 else "", files.REPORT))
@@ -234,14 +234,14 @@ def runs(config: programs.RunsConfig) -> None:
     accuracies, their standard deviation and number. If there are two groups, their difference
     follows.
     """
-    from cifar_towers.inference import runs as trained
+    from cifar_towers.runs import table
 
-    found = trained.find_runs(Path(config.runs_dir), *config.patterns)
+    found = table.find_runs(Path(config.runs_dir), *config.patterns)
     if config.json:
-        print("\n".join(files.to_json(trained.describe(run)) for run in found))
+        print("\n".join(files.to_json(table.describe(run)) for run in found))
     else:
-        print(trained.format_table(found) if found else "no runs")
-        groups = trained.summarize_groups(found)
+        print(table.format_table(found) if found else "no runs")
+        groups = table.summarize_groups(found)
         if groups:
             print("", *groups, sep="\n")
 

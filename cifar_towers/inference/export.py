@@ -16,9 +16,9 @@ from cifar_towers.config.programs import ExportConfig
 from cifar_towers.data import sources
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.inference.predict import TrainedModel
-from cifar_towers.inference.run import load_run
 from cifar_towers.models.layers import Activation, BatchNorm, Conv2D, LocalResponseNorm, PadChannels
 from cifar_towers.models.speednet import Whitening
+from cifar_towers.runs.run import load_run
 
 MAX_DIFFERENCE = (
     1e-4  # of a probability; rounding explains 2e-5, as the project's convolutions are Winograd's

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_checkpoint
-from cifar_towers.checkpointing.run_directory import assign
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import ComputeConfig, PredictConfig, TrainedRunConfig
 from cifar_towers.config.train_config import code_digests
@@ -21,8 +19,10 @@ from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import to_json
 from cifar_towers.hardware import choose_precision
-from cifar_towers.inference.run import load_run
-from cifar_towers.towers.keras_parallel import variable_values
+from cifar_towers.models.keras_models import variable_values
+from cifar_towers.runs.checkpoint import find_checkpoint, read_checkpoint
+from cifar_towers.runs.directory import assign
+from cifar_towers.runs.run import load_run
 from cifar_towers.training import build
 
 log = logging.getLogger(__name__)

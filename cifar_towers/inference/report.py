@@ -14,11 +14,11 @@ import numpy as np
 
 from cifar_towers import files
 from cifar_towers.evaluation.score import score_name
-from cifar_towers.inference.run import Run
-from cifar_towers.inference.runs import Group, compare_groups, flatten, group_by_recipe
 from cifar_towers.reporting import figures
 from cifar_towers.reporting.phase_timer import training_seconds
 from cifar_towers.reporting.records import format_number, format_rate
+from cifar_towers.runs.run import Run
+from cifar_towers.runs.table import Group, compare_groups, flatten, group_by_recipe
 
 Row = Mapping[str, str]  # cells of a table by heading; both may have a second line
 Picture = tuple[str, bytes]  # description, PNG file

@@ -15,12 +15,9 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 
 from cifar_towers.errors import UsageError
+from cifar_towers.models.keras_models import variable_values
 from cifar_towers.models.layers import BATCH_NORMS
-from cifar_towers.towers.keras_parallel import (
-    overridden_fit_method,
-    synchronized_norm,
-    variable_values,
-)
+from cifar_towers.towers.keras_parallel import overridden_fit_method, synchronized_norm
 
 NUM_IMAGES = 3  # in the batch that a model is checked with
 SUM_TOLERANCE = 0.01  # of an image's probabilities, which may be bfloat16

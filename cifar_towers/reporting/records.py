@@ -3,7 +3,7 @@ TensorFlow.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,18 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         except ValueError:
             continue
         yield record
+
+
+def tower_scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the towers' values in a step's record, if any, by name: {"loss": [K]} as
+    `tower_0/loss`, ...
+    """
+    named = record.get("towers", {}).items()
+    return {
+        f"tower_{tower}/{name}": value
+        for name, values in named
+        for tower, value in enumerate(values)
+    }
 
 
 def format_number(value: float | None, spec: str) -> str:

@@ -3,17 +3,15 @@ user's callbacks.
 """
 
 import contextlib
-import copy
 import dataclasses
 import math
-import numbers
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,24 +23,23 @@ import tensorflow as tf
 
 from cifar_towers import files
 from cifar_towers.config import TrainConfig, parse_profile_steps
-from cifar_towers.config.schedules import RunLength
 from cifar_towers.config.train_config import code_digests, recipe_fields
-from cifar_towers.data.dataset import Dataset, DatasetInfo, Split
-from cifar_towers.errors import UsageError, count
+from cifar_towers.data.dataset import DatasetInfo, Split
+from cifar_towers.errors import count
 from cifar_towers.evaluation.score import Evaluation, describe_score, reported_score, score_name
 from cifar_towers.hardware import available_cores, cpuinfo, gpu_names
-from cifar_towers.multi_worker.cluster_spec import Workers
 from cifar_towers.registry import split_path
 from cifar_towers.reporting import figures
 from cifar_towers.reporting.console import Progress, ProgressStatus, format_seconds
 from cifar_towers.reporting.phase_timer import PhaseTimer, training_seconds
-from cifar_towers.reporting.records import JsonlWriter, format_rate
+from cifar_towers.reporting.records import JsonlWriter, format_rate, tower_scalars
 from cifar_towers.reporting.smoothed_losses import SmoothedLosses
 from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWriter
 from cifar_towers.towers import Tower, placement_report
 from cifar_towers.training.diagnostics import StepDiagnostics
 from cifar_towers.training.hard_examples import PROXY
 from cifar_towers.training.runner import FinishedStep
+from cifar_towers.training.setup import RunSetup
 from cifar_towers.training.step import StepMetrics, without_gradients
 
 PACKAGES = (
@@ -70,32 +67,19 @@ EVALUATED = (
 )  # keys of an evaluation's record, and beginnings of their tags
 
 
-@dataclasses.dataclass(frozen=True)
-class RunSetup:
-    """The parts that a run is made from: settings, data, devices, workers, length and clock. It is
-    made once.
-    """
-
-    config: TrainConfig
-    dataset: Dataset
-    strategy: tf.distribute.Strategy | None  # of a cluster
-    towers: Sequence[Tower]  # those of all workers; the batch is split over them
-    local_towers: Sequence[Tower]  # those of this process
-    precision: str
-    workers: Workers
-    length: RunLength
-    timer: PhaseTimer
-
-
 class RunLogger:
     """The log of one run. On workers other than worker 0, which reports the run, nothing is printed
     or drawn.
     """
 
-    def __init__(self, setup: RunSetup, model: keras.Model):
-        self.setup, self.model = setup, model
-        self.config, self.length, self.timer = setup.config, setup.length, setup.timer
-        self.quiet, self.directory = not setup.workers.is_chief, setup.config.directory
+    def __init__(self, setup: RunSetup, model: keras.Model, timer: PhaseTimer):
+        self.setup = setup
+        self.model = model
+        self.timer = timer
+        self.config = setup.config
+        self.length = setup.length
+        self.directory = setup.config.directory
+        self.quiet = not setup.workers.is_chief
         self.progress = Progress(setup.length, quiet=self.quiet)
         self.log = self.progress.log
         self.metrics = JsonlWriter(self.directory)
@@ -408,86 +392,7 @@ def _is_due(step: int, period: int) -> bool:
     return period > 0 and step % period == 0
 
 
-# Callbacks of the user's, such as a metrics tracker -----------------------------------------------
-
-
-class Callbacks:
-    """The callbacks of one training.
-
-    Args:
-      callbacks: objects with any of `on_start(run)`, `on_step(step, metrics)`,
-        `on_evaluation(step, evaluation)` and `on_end(run)`. An object without `on_step` that can be
-        called is an `on_step`.
-      run: what `on_start` and `on_end` get.
-    """
-
-    METHODS = ("on_start", "on_step", "on_evaluation", "on_end")
-
-    def __init__(self, callbacks: Sequence[Any] = (), run: Any = None):
-        self._callbacks = list(callbacks)
-        self._run = run
-        self._started: list[Any] = []  # callbacks whose `on_start` was called
-        for each in self._callbacks:
-            if not (callable(each) or any(hasattr(each, method) for method in self.METHODS)):
-                raise UsageError(
-                    f"callback {each!r} cannot be called and has none of {', '.join(self.METHODS)}"
-                )
-
-    def start(self) -> None:
-        """Call `on_start` of every callback: the run starts or resumes."""
-        for callback in self._callbacks:
-            self._started.append(callback)
-            self._call(callback, "on_start", self._run)
-
-    def step(self, step: int, record: Mapping[str, Any]) -> None:
-        """Pass on a step's record of metrics.jsonl, as floats by name; a tower's values as
-        `tower_0/loss`.
-        """
-        metrics = {
-            name: float(value) for name, value in record.items() if isinstance(value, numbers.Real)
-        }
-        metrics |= tower_scalars(record)
-        for callback in self._callbacks:
-            self._call(callback, "on_step", step, dict(metrics))
-
-    def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
-        """Pass on an evaluation's record of metrics.jsonl."""
-        for callback in self._callbacks:
-            self._call(callback, "on_evaluation", step, copy.deepcopy(record))
-
-    @contextlib.contextmanager
-    def until_end(self) -> Iterator[None]:
-        """At the end of the context, also after an error, call `on_end` of every started
-        callback.
-        """
-        with contextlib.ExitStack() as stack:
-            try:
-                yield
-            finally:
-                for callback in reversed(self._started):  # the stack calls the last one first
-                    stack.callback(self._call, callback, "on_end", self._run)
-
-    def _call(self, callback: Any, name: str, *arguments: Any) -> None:
-        method = getattr(callback, name, None)
-        if method:
-            method(*arguments)
-        elif name == "on_step" and callable(callback):
-            callback(*arguments)
-
-
 # Values of records, and what environment.json says of the run and its machine ---------------------
-
-
-def tower_scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the towers' values in a step's record, if any, by name: {"loss": [K]} as
-    `tower_0/loss`, ...
-    """
-    named = record.get("towers", {}).items()
-    return {
-        f"tower_{tower}/{name}": value
-        for name, values in named
-        for tower, value in enumerate(values)
-    }
 
 
 def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import tensorflow as tf
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.models import layers
+from cifar_towers.models.keras_models import first_call, variable_values
 from cifar_towers.towers import Tower
-from cifar_towers.towers.keras_parallel import first_call, variable_values
 from cifar_towers.training.hard_examples import PROXY
 from cifar_towers.training.runner import FinishedStep
 from cifar_towers.training.step import StepMetrics
@@ -104,6 +104,7 @@ class Diagnoser:
             if self._activations:
                 values = variable_values(self._activations)
                 outputs, _ = self._activations.stateless_call(*values, images, training=True)
+                outputs = tf.nest.flatten(outputs)  # a single output is no list
         pairs = zip(self._measured, outputs, strict=True)
         return _as_float32(images), {layer.name: _as_float32(output) for layer, output in pairs}
 

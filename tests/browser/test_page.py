@@ -5,7 +5,7 @@ screens.
 import pytest
 
 from cifar_towers.inference import report
-from cifar_towers.inference.runs import read_runs
+from cifar_towers.runs.table import read_runs
 
 pytestmark = pytest.mark.browser
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from cifar_towers.checkpointing.run_directory import describe_differences
 from cifar_towers.config import TrainConfig, flags
 from cifar_towers.config.flags import make_config, parse_command_line
 from cifar_towers.config.programs import EvaluateConfig, ExportConfig
@@ -19,6 +18,7 @@ from cifar_towers.config.train_config import (
     shared_settings,
 )
 from cifar_towers.errors import UsageError
+from cifar_towers.runs.directory import describe_differences
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.cfg"))

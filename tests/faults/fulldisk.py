@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cifar_towers.checkpointing import checkpoint
 from cifar_towers.errors import DataError
+from cifar_towers.runs import checkpoint
 from tests.faults import hooks, runs
 from tests.faults.harness import Experiment, Trial, check
 from tests.faults.runs import Run

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from cifar_towers import trainer
-from cifar_towers.checkpointing.run_directory import RunDirectory
 from cifar_towers.cli import main
 from cifar_towers.data import sources, synthetic
 from cifar_towers.reporting.console import Progress
+from cifar_towers.runs.directory import RunDirectory
 from cifar_towers.training import step
 from cifar_towers.training.runner import StepRunner
 

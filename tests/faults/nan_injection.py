@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.checkpointing.checkpoint import first_nonfinite, list_checkpoints, read_checkpoint
+from cifar_towers.runs.checkpoint import first_nonfinite, list_checkpoints, read_checkpoint
 from cifar_towers.training.diagnostics import MAX_SKIPPED_STEPS
 from tests.faults import hooks, runs
 from tests.faults.harness import Experiment, Trial, check

@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 
 from cifar_towers import files
-from cifar_towers.checkpointing import checkpoint
 from cifar_towers.reporting.records import read_records
+from cifar_towers.runs import checkpoint
 from tests.faults import harness, hooks, subjects
 from tests.faults.harness import Child, Experiment, Trial, check
 from tests.faults.subjects import BACKUP, MANAGER, OURS

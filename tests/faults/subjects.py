@@ -15,11 +15,11 @@ import numpy as np
 import tensorflow as tf
 
 from cifar_towers import files
-from cifar_towers.checkpointing.run_directory import RunDirectory, open_run
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.data import synthetic
 from cifar_towers.errors import DataError
+from cifar_towers.runs.directory import RunDirectory, open_run
 
 OURS, MANAGER, BACKUP = "cifar_towers", "CheckpointManager", "BackupAndRestore"
 ALL = (OURS, MANAGER, BACKUP)

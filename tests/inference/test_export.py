@@ -9,14 +9,14 @@ import keras
 import numpy as np
 import pytest
 
-from cifar_towers.checkpointing.checkpoint import checkpoint_path, write_checkpoint
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import EXPORT_FORMATS, ComputeConfig, ExportConfig
 from cifar_towers.data import synthetic
 from cifar_towers.errors import DataError, RunError, UsageError
 from cifar_towers.inference import export
 from cifar_towers.inference.predict import predict_probabilities
-from cifar_towers.inference.run import load_run
+from cifar_towers.runs.checkpoint import checkpoint_path, write_checkpoint
+from cifar_towers.runs.run import load_run
 from cifar_towers.training import build
 from tests.runs import short_runs
 

@@ -12,7 +12,6 @@ import tensorflow as tf
 from PIL import Image
 
 from cifar_towers import hardware
-from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import (
     ComputeConfig,
@@ -26,6 +25,7 @@ from cifar_towers.errors import DataError, UsageError
 from cifar_towers.inference import predict
 from cifar_towers.inference.evaluate import evaluate_checkpoint, format_evaluation
 from cifar_towers.inference.predict import TrainedModel, predict_images, predict_probabilities
+from cifar_towers.runs.checkpoint import list_checkpoints
 from examples import corruptions
 from tests import nets
 from tests.configs import TINY_NET

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from cifar_towers.inference import report
-from cifar_towers.inference.runs import group_by_recipe, read_runs
 from cifar_towers.reporting import figures
+from cifar_towers.runs.table import group_by_recipe, read_runs
 from tests.inference.example_runs import (
     CLASSES,
     change,

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers import trainer
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.errors import RunError, UsageError, WorkerLostError
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import Workers
+from cifar_towers.training import setup
 from cifar_towers.training.distributed_step import make_strategy
 
 FROM_TASK = "from remote target /job:worker/replica:0/task:{}"
@@ -97,10 +97,10 @@ DATA = Dataset("mine", *(synthetic.make(10, 0, stream) for stream in range(3)))
 
 
 def shared_values(dataset=DATA, **settings):
-    setup = SimpleNamespace(
+    run_setup = SimpleNamespace(
         config=TrainConfig(**settings), dataset=dataset, precision="float32", local_towers=[0, 1]
     )
-    return trainer.shared_values(setup)
+    return setup.shared_values(run_setup)
 
 
 def check_refused(values, of_other_worker, named):
@@ -122,13 +122,8 @@ def test_other_versions_and_other_code_of_a_worker_are_refused(monkeypatch, tmp_
     values = shared_values()
     (tmp_path / "step.py").write_text("")
     for owner, attribute, value, named in (
-        (trainer.tf, "__version__", "2.20.0", "TensorFlow 2.20.0"),
-        (
-            trainer,
-            "__file__",
-            str(tmp_path / "trainer.py"),
-            "the code of cifar_towers.* e3b0c44298fc1c14",
-        ),
+        (tf, "__version__", "2.20.0", "TensorFlow 2.20.0"),
+        (setup, "PACKAGE", tmp_path, "the code of cifar_towers.* e3b0c44298fc1c14"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, attribute, value)

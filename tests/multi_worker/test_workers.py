@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from cifar_towers import files
-from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_checkpoint, step_of
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.flags import parse_command_line
 from cifar_towers.multi_worker.launcher import free_addresses
+from cifar_towers.runs.checkpoint import find_checkpoint, read_checkpoint, step_of
 from tests import programs
 from tests.configs import net
 from tests.messages import lines_with

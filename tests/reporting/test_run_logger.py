@@ -14,8 +14,9 @@ from cifar_towers.evaluation.score import Evaluation, Score
 from cifar_towers.multi_worker.cluster_spec import ALONE
 from cifar_towers.reporting import figures, run_logger
 from cifar_towers.reporting.phase_timer import PhaseTimer
-from cifar_towers.reporting.run_logger import RunLogger, RunSetup, memory_usage
+from cifar_towers.reporting.run_logger import RunLogger, memory_usage
 from cifar_towers.towers import Tower
+from cifar_towers.training.setup import RunSetup
 from tests.configs import recipe
 from tests.messages import lines_with
 from tests.runs.short_runs import events_of
@@ -38,9 +39,8 @@ def logger_of(directory, num_classes=3, num_images=50, steps=1, **settings):
         precision="float32",
         workers=ALONE,
         length=RunLength(1, steps, steps),
-        timer=PhaseTimer(),
     )
-    return RunLogger(setup, keras.Sequential([keras.Input([2])])), split
+    return RunLogger(setup, keras.Sequential([keras.Input([2])]), PhaseTimer()), split
 
 
 def evaluate(split, *kinds):

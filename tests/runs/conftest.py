@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.data import synthetic
 from cifar_towers.data.image_files import resize_all
+from cifar_towers.runs.checkpoint import list_checkpoints
 from tests.runs.short_runs import QUICK, TINY, Recorder, run, small_runs
 
 

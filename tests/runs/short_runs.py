@@ -12,10 +12,10 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cifar_towers import api
-from cifar_towers.checkpointing.checkpoint import checkpoint_path, list_checkpoints
 from cifar_towers.data import synthetic
 from cifar_towers.models import user_model
 from cifar_towers.reporting import figures
+from cifar_towers.runs.checkpoint import checkpoint_path, list_checkpoints
 from cifar_towers.signals import StopSignals
 from tests.configs import TINY_NET, recipe
 

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
-from cifar_towers.checkpointing.checkpoint import list_checkpoints, step_of
+from cifar_towers.callbacks import Callbacks
 from cifar_towers.errors import Interrupted, UsageError
-from cifar_towers.reporting.run_logger import Callbacks, RunLogger
+from cifar_towers.reporting.run_logger import RunLogger
+from cifar_towers.runs.checkpoint import list_checkpoints, step_of
 from cifar_towers.signals import StopSignals
 from cifar_towers.training import runner
 from tests.messages import lines_with

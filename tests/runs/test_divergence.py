@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.checkpointing.checkpoint import list_checkpoints, read_checkpoint
 from cifar_towers.data.batches import Batches
 from cifar_towers.errors import DivergedError, Interrupted
+from cifar_towers.runs.checkpoint import list_checkpoints, read_checkpoint
 from tests.messages import lines_with
 from tests.runs.short_runs import TINY, StopAtStep, records_of, run
 

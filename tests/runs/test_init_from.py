@@ -6,15 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cifar_towers.checkpointing.checkpoint import (
+from cifar_towers.config import TrainConfig
+from cifar_towers.data import synthetic
+from cifar_towers.errors import UsageError
+from cifar_towers.runs.checkpoint import (
     checkpoint_path,
     find_checkpoint,
     list_checkpoints,
     read_checkpoint,
 )
-from cifar_towers.config import TrainConfig
-from cifar_towers.data import synthetic
-from cifar_towers.errors import UsageError
 from tests.messages import lines_with
 from tests.own_data import write_folder
 from tests.runs.short_runs import TINY, run, stopped_after

@@ -9,9 +9,9 @@ from unittest.mock import MagicMock
 import pytest
 from PIL import Image
 
+from cifar_towers.callbacks import Callbacks
 from cifar_towers.data import sources, synthetic
-from cifar_towers.inference.run import load_run
-from cifar_towers.reporting.run_logger import Callbacks
+from cifar_towers.runs.run import load_run
 from tests.runs.short_runs import records_of
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from cifar_towers import files, trainer
-from cifar_towers.checkpointing.checkpoint import find_checkpoint, read_checkpoint
 from cifar_towers.cli.main import train_seeds
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.config.schedules import RunLength
@@ -20,7 +19,8 @@ from cifar_towers.errors import DivergedError
 from cifar_towers.evaluation.score import Score
 from cifar_towers.inference.evaluate import evaluate_checkpoint
 from cifar_towers.inference.report import render
-from cifar_towers.inference.runs import describe, format_table, read_runs
+from cifar_towers.runs.checkpoint import find_checkpoint, read_checkpoint
+from cifar_towers.runs.table import describe, format_table, read_runs
 from cifar_towers.training.build import make_image_size_fn, setup_devices
 from tests.configs import TINY_NET
 from tests.messages import lines_with

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from cifar_towers.checkpointing.checkpoint import find_checkpoint, step_of
 from cifar_towers.errors import Interrupted
+from cifar_towers.runs.checkpoint import find_checkpoint, step_of
 from scripts.compare import compare_runs
 from tests.messages import lines_with
 from tests.runs.short_runs import (

@@ -1,13 +1,13 @@
-"""Full disks in a whole run; tests/checkpointing has the rest."""
+"""Full disks in a whole run; test_directory.py has the rest."""
 
 import json
 from unittest.mock import DEFAULT, Mock
 
 import pytest
 
-from cifar_towers.checkpointing import run_directory
-from cifar_towers.checkpointing.checkpoint import list_checkpoints
 from cifar_towers.errors import RunError
+from cifar_towers.runs import directory as directory_module
+from cifar_towers.runs.checkpoint import list_checkpoints
 from tests.messages import lines_with
 from tests.runs.short_runs import TINY, run
 
@@ -17,7 +17,7 @@ NO_SPACE = OSError(28, "No space left on device")
 def test_a_last_step_that_cannot_be_saved_is_an_error_after_its_score(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(run_directory, "write_checkpoint", Mock(side_effect=NO_SPACE))
+    monkeypatch.setattr(directory_module, "write_checkpoint", Mock(side_effect=NO_SPACE))
     with pytest.raises(RunError, match="step 2"):
         run(TINY, tmp_path, max_steps=2)
     assert not (tmp_path / "result.json").exists() and lines_with(
@@ -30,9 +30,9 @@ def test_what_cannot_be_written_does_not_stop_a_run(tmp_path, monkeypatch, caplo
     later.
     """
     full = Mock(
-        side_effect=[DEFAULT, NO_SPACE, NO_SPACE, DEFAULT], wraps=run_directory.write_checkpoint
+        side_effect=[DEFAULT, NO_SPACE, NO_SPACE, DEFAULT], wraps=directory_module.write_checkpoint
     )
-    monkeypatch.setattr(run_directory, "write_checkpoint", full)
+    monkeypatch.setattr(directory_module, "write_checkpoint", full)
     config = tmp_path / "config.json"
     config.mkdir()
     (tmp_path / "metrics.jsonl").mkdir()

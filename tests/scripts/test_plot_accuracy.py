@@ -2,7 +2,7 @@
 
 import pytest
 
-from cifar_towers.inference.runs import read_runs
+from cifar_towers.runs.table import read_runs
 from scripts.plot_accuracy import draw
 from tests.inference.example_runs import STEPS, make_run
 

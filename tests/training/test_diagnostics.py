@@ -120,3 +120,17 @@ def test_nonlinear_layers_are_measured_also_of_a_reused_backbone(towers, example
     assert list(found.activations) == ["relu", "tanh", "head"]
     for name, expected in (("relu", relu), ("tanh", layers[2](relu)), ("head", model(given))):
         np.testing.assert_allclose(found.activations[name], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_single_measured_layer_has_the_outputs_of_all_examples(towers, examples):
+    images = keras.Input([24, 24, 3])
+    x = keras.layers.GlobalAveragePooling2D()(images)
+    model = keras.Model(images, keras.layers.Dense(10, name="head")(x))
+    run, augmentation, _ = make_run(towers(1), examples)
+    batch = run.batches.at(0)
+    gradients = [variable.numpy() for variable in model.trainable_variables]
+    metrics = run.step(0, batch)._replace(gradients=gradients, tower_gradients=[gradients])
+    diagnoser = diagnostics.Diagnoser(model, augmentation, towers(1))
+    found = diagnoser.diagnose(FinishedStep(1, batch, {}, 24, metrics))
+    given = augmentation.augment(batch.images, batch.draws)
+    np.testing.assert_allclose(found.activations["head"], model(given), rtol=1e-5, atol=1e-5)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.checkpointing.checkpoint import first_nonfinite
+from cifar_towers.runs.checkpoint import first_nonfinite
 from cifar_towers.training.diagnostics import Health, describe_nonfinite
 from cifar_towers.training.runner import FinishedStep
 from tests.configs import TINY_NET, recipe

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from cifar_towers import files
-from cifar_towers.checkpointing import run_directory
-from cifar_towers.checkpointing.checkpoint import (
+from cifar_towers.config import TrainConfig
+from cifar_towers.config.train_config import code_digests, recipe_fields
+from cifar_towers.errors import DataError, DivergedError, UsageError
+from cifar_towers.runs import directory as directory_module
+from cifar_towers.runs.checkpoint import (
     checkpoint_path,
     list_checkpoints,
     write_checkpoint,
 )
-from cifar_towers.checkpointing.run_directory import RunDirectory, open_run
-from cifar_towers.config import TrainConfig
-from cifar_towers.config.train_config import code_digests, recipe_fields
-from cifar_towers.errors import DataError, DivergedError, UsageError
+from cifar_towers.runs.directory import RunDirectory, open_run
 from tests.messages import lines_with
 
 VALUES = {"model.kernel": np.ones([2, 2], np.float32), "step": np.int64(0)}
@@ -57,9 +57,9 @@ def flip(path):
 def clock(monkeypatch):
     """Time that passes when a test says so; a save takes two seconds of it."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(run_directory, "time", clock)
+    monkeypatch.setattr(directory_module, "time", clock)
     monkeypatch.setattr(
-        run_directory, "write_checkpoint", lambda *_: setattr(clock, "now", clock.now + 2)
+        directory_module, "write_checkpoint", lambda *_: setattr(clock, "now", clock.now + 2)
     )
     return clock
 

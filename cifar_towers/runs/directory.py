@@ -15,7 +15,10 @@ from typing import Any
 import numpy as np
 
 from cifar_towers import files
-from cifar_towers.checkpointing.checkpoint import (
+from cifar_towers.config import TrainConfig
+from cifar_towers.config.train_config import code_digests, recipe_fields
+from cifar_towers.errors import DataError, DivergedError, UsageError, error_text, listed
+from cifar_towers.runs.checkpoint import (
     DAMAGED,
     checkpoint_path,
     first_nonfinite,
@@ -23,9 +26,6 @@ from cifar_towers.checkpointing.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from cifar_towers.config import TrainConfig
-from cifar_towers.config.train_config import code_digests, recipe_fields
-from cifar_towers.errors import DataError, DivergedError, UsageError, error_text, listed
 
 log = logging.getLogger(__name__)
 

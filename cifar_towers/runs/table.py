@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from cifar_towers import files
 from cifar_towers.errors import UsageError, printable
 from cifar_towers.evaluation.score import reported_score, score_name
-from cifar_towers.inference.run import Run
 from cifar_towers.reporting.records import align_columns
+from cifar_towers.runs.run import Run
 
 COLUMNS = (
     "recipe",

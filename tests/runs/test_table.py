@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cifar_towers.errors import UsageError
-from cifar_towers.inference import runs as trained
-from cifar_towers.inference.runs import STUDENT_T, Sample, describe_difference
+from cifar_towers.runs import table
+from cifar_towers.runs.table import STUDENT_T, Sample, describe_difference
 from tests.inference.example_runs import (
     change,
     make_run,
@@ -89,7 +89,7 @@ RAW, EMA, AUGMENTED = (
 )
 def test_accuracies_are_of_averaged_weights_and_not_of_the_better_ones(tmp_path, scores, expected):
     write_scores(make_run(tmp_path / "run"), *scores)
-    found = trained.describe(*trained.find_runs(tmp_path))
+    found = table.describe(*table.find_runs(tmp_path))
     assert (
         tuple(found[name] for name in ("split", "weights", "accuracy", "tta_accuracy")) == expected
     )
@@ -108,9 +108,9 @@ def test_runs_are_found_by_pattern_and_are_objects_for_other_programs(runs, list
 @pytest.mark.parametrize(
     ("use", "named"),
     [
-        (lambda runs: trained.find_runs(runs / "nowhere"), "nowhere"),
-        (lambda runs: trained.read_runs([runs / "speed94-seed0", runs / "nowhere"]), "nowhere"),
-        (lambda runs: trained.read_runs([runs / "speed94-seed0", runs / "no-run"]), "no-run"),
+        (lambda runs: table.find_runs(runs / "nowhere"), "nowhere"),
+        (lambda runs: table.read_runs([runs / "speed94-seed0", runs / "nowhere"]), "nowhere"),
+        (lambda runs: table.read_runs([runs / "speed94-seed0", runs / "no-run"]), "no-run"),
     ],
 )
 def test_what_has_no_runs_is_refused_by_name(runs, use, named):
@@ -122,7 +122,7 @@ def test_what_has_no_runs_is_refused_by_name(runs, use, named):
 
 
 def grouped(*directories):
-    return trained.group_by_recipe(trained.read_runs(directories))
+    return table.group_by_recipe(table.read_runs(directories))
 
 
 def group_names(directories):
@@ -189,10 +189,10 @@ def test_runs_on_other_images_of_any_split_or_with_other_code_are_a_group_of_the
 
 
 def test_difference_reads_in_the_order_of_its_names(pairs):
-    assert trained.compare_groups(grouped(*pairs[2:], *pairs[:2])) == [
+    assert table.compare_groups(grouped(*pairs[2:], *pairs[:2])) == [
         "lr1.5 - lr0.3: +4.40 points (95 % +0.08 to +8.72), n=2 and 2; test/raw"
     ]
-    assert trained.compare_groups(grouped(*pairs))[0].startswith(
+    assert table.compare_groups(grouped(*pairs))[0].startswith(
         "lr0.3 - lr1.5: -4.40 points (95 % -8.72 to -0.08)"
     )
 
@@ -213,7 +213,7 @@ def test_table_is_followed_by_the_means_of_groups_and_the_difference_of_two(pair
 def test_runs_without_repetitions_have_no_line_below_the_table(tmp_path, listed):
     make_run(tmp_path / "one")
     make_run(tmp_path / "other", seed=1, batch_size=2)
-    assert listed(tmp_path).endswith(f"{trained.NOTE}\n")
+    assert listed(tmp_path).endswith(f"{table.NOTE}\n")
 
 
 def test_a_seed_counts_once_and_the_line_names_what_is_left_out(tmp_path, pairs):
@@ -222,7 +222,7 @@ def test_a_seed_counts_once_and_the_line_names_what_is_left_out(tmp_path, pairs)
     high, low = grouped(tmp_path / "begun", *pairs, tmp_path / "again")
     assert [run.name for run in high.runs] == ["all/lr1.5-seed0", "all/lr1.5-seed1"]
     assert high.left_out == ["begun", "again"] and not low.left_out
-    (line,) = trained.compare_groups([high, low])
+    (line,) = table.compare_groups([high, low])
     assert "+4.40 points" in line and "n=2 and 2; " in line and "without begun, again" in line
 
 
@@ -239,7 +239,7 @@ def test_groups_of_other_lengths_or_data_are_not_subtracted(pairs, name, changes
         change(path, name, **changes)
         if name == "result.json":
             write_records(path, [{"kind": "train", "step": 500, "epoch": 8}])
-    (line,) = trained.compare_groups(grouped(*pairs))
+    (line,) = table.compare_groups(grouped(*pairs))
     assert line.startswith("lr0.3 - lr1.5: ") and "points" not in line
 
 
@@ -254,9 +254,9 @@ def test_groups_are_compared_by_a_score_that_all_have(tmp_path):
             each["accuracy"] = accuracy if (each["weights"], each["tta"]) == ("ema", True) else 0.5
         write_scores(path, *scores)
     text = "one - other: +2.00 points (95 % -1.58 to +5.58), n=3 and 3; test/ema_tta"
-    assert trained.compare_groups(grouped(*paths)) == [text]
+    assert table.compare_groups(grouped(*paths)) == [text]
     others = [*make_runs(tmp_path, 2, "raw"), *make_runs(tmp_path, 2, "third", finished=False)]
-    (line,) = trained.compare_groups(grouped(*paths[:3], *others))
+    (line,) = table.compare_groups(grouped(*paths[:3], *others))
     assert line.startswith("one - raw") and line.endswith("; test/raw_tta")
 
 
@@ -288,4 +288,4 @@ def test_a_directory_stands_for_the_runs_in_it_each_once(tmp_path):
         ([tmp_path], ["one/seed0", "other/seed0"]),
         ([paths[1], tmp_path / "one/../other"], ["seed0"]),
     ):
-        assert [run.name for run in trained.read_runs(given)] == names
+        assert [run.name for run in table.read_runs(given)] == names

@@ -7,14 +7,14 @@ import re
 import numpy as np
 import pytest
 
-from cifar_towers.checkpointing.checkpoint import (
+from cifar_towers.errors import DataError, UsageError
+from cifar_towers.runs.checkpoint import (
     checkpoint_path,
     find_checkpoint,
     list_checkpoints,
     read_checkpoint,
     write_checkpoint,
 )
-from cifar_towers.errors import DataError, UsageError
 
 VALUES = {
     "model.conv1.kernel": np.random.default_rng(0).normal(size=(9, 80, 4)).astype(np.float32),

@@ -1,1 +1,0 @@
-"""When and what to checkpoint, one checkpoint's files, and the run directory they live in."""

@@ -1,0 +1,1 @@
+"""A run on disk: its directory and lock, its checkpoints, reading it, and tables of runs."""

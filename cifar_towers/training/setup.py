@@ -1,0 +1,87 @@
+"""The setup of a run: what its parts are made from, the same on all workers of a cluster."""
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from cifar_towers.config import TrainConfig
+from cifar_towers.config.schedules import RunLength
+from cifar_towers.config.train_config import code_digests, shared_settings
+from cifar_towers.data import sources
+from cifar_towers.data.dataset import Dataset
+from cifar_towers.hardware import choose_precision
+from cifar_towers.multi_worker.cluster_spec import Workers
+from cifar_towers.towers import Tower
+from cifar_towers.training.distributed_step import towers_here
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSetup:
+    """The parts that a run is made from: settings, data, devices, workers and length."""
+
+    config: TrainConfig
+    dataset: Dataset
+    strategy: tf.distribute.Strategy | None  # of a cluster
+    towers: Sequence[Tower]  # those of all workers; the batch is split over them
+    local_towers: Sequence[Tower]  # those of this process
+    precision: str
+    workers: Workers
+    length: RunLength
+
+
+def set_up(
+    config: TrainConfig, source: sources.Source, devices: tuple, workers: Workers
+) -> RunSetup:
+    """Read the data, and return the setup of a run on the devices that `build.setup_devices`
+    returned.
+
+    Raises:
+      UsageError: the workers of a cluster have different setups. Other errors are those of
+        `sources.load`.
+    """
+    strategy, towers = devices
+    dataset = sources.load(source, config.validation_examples, config.image_size)
+    local_towers = towers_here(strategy, towers) if strategy else towers
+    setup = RunSetup(
+        config=config,
+        dataset=dataset,
+        strategy=strategy,
+        towers=towers,
+        local_towers=local_towers,
+        precision=choose_precision(config.precision, local_towers[0].device),
+        workers=workers,
+        length=config.run_length(len(dataset.train.labels) // config.examples_drawn),
+    )
+    if workers.size > 1:
+        workers.assert_equal(shared_values(setup))
+    return setup
+
+
+def shared_values(setup: RunSetup) -> dict[str, Any]:
+    """Return what must be equal on all workers of a cluster: settings, code, versions, data,
+    precision and towers.
+    """
+    package = b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))
+    versions = {
+        "the code of cifar_towers, as sha256,": hashlib.sha256(package).hexdigest(),
+        "TensorFlow": tf.__version__,
+        "Keras": keras.__version__,
+        "TF_ENABLE_ONEDNN_OPTS": os.environ.get("TF_ENABLE_ONEDNN_OPTS"),
+        "precision": setup.precision,
+        "towers": len(setup.local_towers),
+    }
+    code = {
+        f"a file of {setting}, as sha256,": digest
+        for setting, digest in code_digests(setup.config).items()
+    }
+    splits = ("train", "validation", "test")
+    data = {f"{name} images, as sha256,": getattr(setup.dataset, name).digest for name in splits}
+    return shared_settings(setup.config) | versions | code | data
