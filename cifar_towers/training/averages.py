@@ -23,8 +23,8 @@ class ExponentialMovingAverage:
             self.averages = [make_slot(v, "ema", tf.convert_to_tensor(v)) for v in self.variables]
 
     def update(self, step: tf.Tensor, updated: tf.Tensor) -> None:
-        """Add the variables to the averages if they were `updated`; `step` counts steps with this
-        one.
+        """Add the variables to the averages if they were `updated`; `step` is the number of
+        finished steps, this one included.
         """
         if not self.averages:
             return
@@ -60,15 +60,19 @@ class Lookahead:
             self.slow = [make_slot(v, "lookahead", tf.convert_to_tensor(v)) for v in self.variables]
 
     def update(self, step: tf.Tensor, updated: tf.Tensor) -> None:
-        """Update slow weights and variables if they are due; `step` counts steps with this one."""
+        """Update slow weights and variables if they are due; `step` is the number of finished
+        steps, this one included.
+        """
         if not self.slow:
             return
 
-        regular = tf.logical_and(tf.equal(step % self.PERIOD, 0), updated)
-        due = tf.logical_or(regular, tf.equal(step, self.total_steps))
-        decay = 0.95**5 * tf.cast(step / self.total_steps, tf.float32) ** 3
-        # otherwise this is step `total`, which only takes the slow weights
-        decay = tf.where(regular, decay, 1.0)
+        slow_moves = tf.logical_and(tf.equal(step % self.PERIOD, 0), updated)
+        is_last = tf.equal(step, self.total_steps)
+        due = tf.logical_or(slow_moves, is_last)
+
+        regular_decay = 0.95**5 * tf.cast(step / self.total_steps, tf.float32) ** 3
+        # the last step ends on the slow weights, also where they do not move in it
+        decay = tf.where(slow_moves, regular_decay, 1.0)
 
         def synchronize() -> tf.Tensor:
             for slow, variable in zip(self.slow, self.variables, strict=True):

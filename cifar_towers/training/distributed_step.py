@@ -17,7 +17,6 @@ from cifar_towers.towers.devices import make_towers, on_gpus
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import (
     StepMetrics,
-    TowerResult,
     Update,
     all_finite,
     as_tensors,
@@ -75,6 +74,17 @@ def make_multi_worker_strategy(
     return strategy, [Tower(place, device) for place, device in enumerate(everyone)]
 
 
+class ReplicaResult(NamedTuple):
+    """What a replica knows after the exchange with the others: K scalars of each, N gradients."""
+
+    gradients: list[tf.Tensor | None]  # N means over the replicas
+    statistics: list[tf.Tensor | None]  # S means over the replicas; integers are its own
+    losses: dict[str, tf.Tensor]  # [K] of all replicas by term
+    num_correct: tf.Tensor  # [K] of all replicas
+    signals: tf.Tensor | None  # [K] of all replicas
+    tower_gradients: list[tf.Tensor | None]  # N of its own
+
+
 def make_mirrored_step(
     strategy: tf.distribute.Strategy,
     state: TrainState,
@@ -96,8 +106,8 @@ def make_mirrored_step(
     train_on_tower = make_tower_fn(state, loss_fn, augmentation, micro_batches)
     local_towers = towers_here(strategy, towers)
 
-    def on_replica(shards, rates, image_size, stop_signal) -> "ReplicaResult":
-        """Run the tower of this replica, meet the other replicas, and update its variables."""
+    def on_replica(shards, rates, image_size, stop_signal) -> ReplicaResult:
+        """Run the tower of this replica, then meet the other replicas."""
         context = tf.distribute.get_replica_context()
         tower = towers[int(tf.get_static_value(context.replica_id_in_sync_group))]
         shard = shards[local_towers.index(tower)]
@@ -107,10 +117,16 @@ def make_mirrored_step(
         with tf.name_scope("all_reduce"):  # the replicas meet here
             means = _all_reduce_mean(context, [*result.gradients, *result.statistics])
             num_weights = len(result.gradients)
-            gradients, statistics = means[:num_weights], means[num_weights:]
             scalars = result.losses, result.num_correct, stop_signal
             losses, num_correct, signals = _all_gather(context, scalars, tower, len(towers))
-        return ReplicaResult(gradients, statistics, losses, num_correct, signals, result.gradients)
+        return ReplicaResult(
+            gradients=means[:num_weights],
+            statistics=means[num_weights:],
+            losses=losses,
+            num_correct=num_correct,
+            signals=signals,
+            tower_gradients=result.gradients,
+        )
 
     def update_replica(_, gradients, statistics, rates, finite) -> tuple[tf.Tensor, tf.Tensor]:
         pairs = list(zip(gradients, state.weights, strict=True))
@@ -118,54 +134,42 @@ def make_mirrored_step(
 
     def train_step(batch, rates, image_size, stop_signal) -> StepMetrics:
         shards = split_batch(batch, local_towers)
-        reduced = strategy.run(on_replica, (shards, rates, image_size, stop_signal))
-
-        local = _by_replica(strategy, reduced._replace(statistics=[]))
-        first = local[0]
-        results = _tower_results(first, len(towers))
+        distributed = strategy.run(on_replica, (shards, rates, image_size, stop_signal))
+        # statistics stay distributed: those that are None or integers are not the same everywhere
+        replicas = _by_replica(strategy, distributed._replace(statistics=[]))
+        first = replicas[0]  # what was exchanged is the same on all
 
         outcome = strategy.extended.update(
             state.step,
             update_replica,
-            args=(reduced.gradients, reduced.statistics, rates, all_finite(results)),
+            args=(distributed.gradients, distributed.statistics, rates, all_finite(first.losses)),
         )
         updated, gradient_norm = _by_replica(strategy, outcome)[0]
 
         num_examples = batch.labels.shape[0] * len(towers) // len(local_towers)
-        metrics = make_step_metrics(results, updated, gradient_norm, num_examples)
+        accuracy = tf.reduce_sum(first.num_correct) / num_examples
+        metrics = make_step_metrics(first.losses, accuracy, updated, gradient_norm)
         return metrics._replace(
             gradients=as_tensors(first.gradients),
-            tower_gradients=[as_tensors(replica.tower_gradients) for replica in local],
+            tower_gradients=[as_tensors(replica.tower_gradients) for replica in replicas],
             stop_signal=None if first.signals is None else tf.reduce_max(first.signals),
         )
 
     def without_signal(batch, rates, image_size=0) -> StepMetrics:
         return train_step(batch, rates, image_size, None)
 
-    # a traced function has no defaults
-    is_alone = len(local_towers) == len(towers)
-    return tf.function(without_signal if is_alone else train_step, autograph=False)
-
-
-class ReplicaResult(NamedTuple):
-    """What a replica knows after the exchange with the others."""
-
-    gradients: list[tf.Tensor | None]  # N means over the replicas
-    statistics: list[tf.Tensor | None]  # S means over the replicas; integers are its own
-    losses: dict[str, tf.Tensor]  # [K] of all replicas by term
-    num_correct: tf.Tensor  # [K] of all replicas
-    signals: tf.Tensor | None  # [K] of all replicas
-    tower_gradients: list[tf.Tensor | None]  # N of its own
+    # a signal is exchanged on a cluster only, and a traced function needs each of its arguments
+    if len(local_towers) == len(towers):
+        return tf.function(without_signal, autograph=False)
+    return tf.function(train_step, autograph=False)
 
 
 def towers_here(strategy: tf.distribute.Strategy, towers: Sequence[Tower]) -> list[Tower]:
     """Return the towers of this process, of all K towers."""
     mine = strategy.extended.worker_devices
-    return (
-        [tower for tower in towers if tower.device in mine]
-        if len(mine) < len(towers)
-        else list(towers)
-    )
+    if len(mine) == len(towers):  # this process alone, whose devices have short names
+        return list(towers)
+    return [tower for tower in towers if tower.device in mine]
 
 
 def _all_reduce_mean(
@@ -181,26 +185,22 @@ def _all_reduce_mean(
     return means
 
 
-def _all_gather(context, scalars: Any, tower: Tower, num_towers: int) -> Any:
-    """Return a structure of scalars as [K] float32 of all replicas, by one sum with zeros; None
-    stays None.
-    """
+def _all_gather(
+    context: tf.distribute.ReplicaContext, scalars: Any, tower: Tower, num_towers: int
+) -> Any:
+    """Return a structure of scalars as [K] float32 of all replicas; None stays None."""
     leaves = tf.nest.flatten(scalars)
     row = tf.stack([tf.cast(leaf, tf.float32) for leaf in leaves if leaf is not None])
-    table = tf.pad(row[None], [[tower.index, num_towers - 1 - tower.index], [0, 0]])
 
-    columns = iter(tf.unstack(context.all_reduce(SUM, table), axis=1))
+    # each replica fills a row of its own; the sum over the replicas is the whole table
+    rows_above = tower.index
+    rows_below = num_towers - tower.index - 1
+    table = tf.pad(row[None], [[rows_above, rows_below], [0, 0]])
+    table = context.all_reduce(SUM, table)
+
+    columns = iter(tf.unstack(table, axis=1))
     gathered = [None if leaf is None else next(columns) for leaf in leaves]
     return tf.nest.pack_sequence_as(scalars, gathered)
-
-
-def _tower_results(gathered: ReplicaResult, num_towers: int) -> list[TowerResult]:
-    """Return the results of all towers as the metrics need them, without gradients."""
-    results = []
-    for index in range(num_towers):
-        losses = {term: values[index] for term, values in gathered.losses.items()}
-        results.append(TowerResult(losses, [], [], gathered.num_correct[index]))
-    return results
 
 
 def _by_replica(strategy: tf.distribute.Strategy, values: Any) -> list:

@@ -47,8 +47,8 @@ def make_hard_examples(
     augmentation: Augmentation,
     count: int,
     *,
-    micro_batches: int = 1,
-    synchronized: bool = False,
+    micro_batches: int,
+    synchronized: bool,
 ) -> HardExamples:
     """Return the selection of the `count` examples of each batch with the highest losses.
 
@@ -61,23 +61,22 @@ def make_hard_examples(
     """
     run = run_on_towers_synchronized if synchronized else run_on_towers
 
-    def losses_of_part(weights: list, statistics: list, part: Batch) -> tf.Tensor:
-        logits, _, _ = proxy.call(weights, statistics, part)
-        return example_loss(part.labels, logits)
+    def losses_on_tower(tower: Tower, shard: Batch, image_size: int) -> tf.Tensor:
+        def losses_of_images(shard: Batch, weights: list, statistics: list) -> tf.Tensor:
+            def on_part(part: Batch) -> tf.Tensor:
+                logits, _, _ = proxy.call(weights, statistics, part)
+                return example_loss(part.labels, logits)
 
-    def losses_on_tower(image_size: int, tower: Tower, shard: Batch) -> tf.Tensor:
-        def losses_of_shard(shard: Batch, weights: list, statistics: list) -> tf.Tensor:
-            on_part = functools.partial(losses_of_part, weights, statistics)
             return run_micro_batches(on_part, shard, micro_batches, add=_join)
 
         weights, statistics = proxy.read_variables()
-        shard = augmented(augmentation, shard, image_size)
-        return xla_compiled(losses_of_shard, proxy.jit_compile)(shard, weights, statistics)
+        images = augmented(augmentation, shard, image_size)
+        return xla_compiled(losses_of_images, proxy.jit_compile)(images, weights, statistics)
 
     def select(
         batch: Batch, rates: Mapping[str, tf.Tensor], image_size: int = 0
     ) -> tuple[Batch, StepMetrics]:
-        on_tower = functools.partial(losses_on_tower, image_size)
+        on_tower = functools.partial(losses_on_tower, image_size=image_size)
         with tf.name_scope("hardest"):
             losses = run(on_tower, towers, split_batch(batch, towers))
             with tf.device(HOST):

@@ -1,4 +1,4 @@
-"""The host's side of a step: trace it, start it in a thread, and read its metrics a step late."""
+"""The host's side of a step: trace it, start it in a thread, and return its metrics a step late."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,7 +37,7 @@ class FinishedStep(NamedTuple):
     image_size: int
     metrics: StepMetrics  # NumPy values, once they are read
     proxy_metrics: StepMetrics | None = None  # of the proxy's step, which chose the batch
-    end: float = 0.0  # when the step ended, by `time.monotonic`
+    end: float = 0.0  # when the metrics had been read, by `time.monotonic`
 
 
 class StepRunner:
@@ -114,7 +114,7 @@ class StepRunner:
         if self.hard_examples:
             arguments["batch"], proxy_metrics = self.hard_examples.select(**arguments)
 
-        # half the time of a call of `train_step`, which looks for the function
+        # calling `train_step` takes twice as long: it looks this function up
         metrics = self.traced[inputs.key](**arguments)
         return FinishedStep(
             step=inputs.step + 1,

@@ -16,7 +16,8 @@ from cifar_towers.towers.placement import HOST, pin_to_device
 from cifar_towers.training.averages import ExponentialMovingAverage, Lookahead
 from cifar_towers.training.optimizers import Optimizer
 
-# of one layer in a step; Keras takes seeds modulo 2^31 - 2, so they differ for two million examples
+# A layer may draw so often in a step. Keras takes seeds modulo 2^31 - 2, so that they differ for
+# two million examples.
 MAX_DRAWS = 1024
 
 
@@ -83,18 +84,19 @@ class TrainState:
           the losses that layers add, scalars.
         """
         variables = self.model.non_trainable_variables
-        is_seed = [is_seed_generator_state(variable) for variable in variables]
-        draws = part.draws.example_index[0] * MAX_DRAWS
-        seeded = [
-            tf.stack([value[0], tf.cast(draws, value.dtype)]) if seed else value
-            for value, seed in zip(statistics, is_seed, strict=True)
-        ]
+        first_draw = part.draws.example_index[0] * MAX_DRAWS
+        values = []
+        for variable, value in zip(variables, statistics, strict=True):
+            if is_seed_generator_state(variable):
+                value = tf.stack([value[0], tf.cast(first_draw, value.dtype)])
+            values.append(value)
 
-        logits, new_values, losses = call_in_training(self.model, weights, seeded, part.images)
+        logits, new_values, losses = call_in_training(self.model, weights, values, part.images)
 
-        changed = []
-        for new, old, seed in zip(new_values, seeded, is_seed, strict=True):
-            changed.append(None if seed or new is old else new)
+        changed: list[tf.Tensor | None] = []
+        for variable, old, new in zip(variables, values, new_values, strict=True):
+            is_unchanged = new is old or is_seed_generator_state(variable)
+            changed.append(None if is_unchanged else new)
         return logits, changed, losses
 
     # The update
@@ -119,7 +121,8 @@ class TrainState:
           finite: [] bool, whether the losses of all towers are finite.
 
         Returns:
-          [] bool, whether the variables were updated; and the norm of the mean gradient.
+          [] bool, whether the variables were updated by the gradients; and the norm of the mean
+          gradient.
         """
         apply = functools.partial(self._apply, gradients, statistics, rates, finite)
         with tf.name_scope("apply"), tf.device(self.step.device):
@@ -221,7 +224,7 @@ def gradient_norm(gradients: Sequence[tuple]) -> tf.Tensor:
     for gradient, variable in gradients:
         if gradient is not None:
             with tf.device(variable.device):
-                # of sparse gradients, TensorFlow would take the norm of rows that are to be added
+                # rows of a sparse gradient that have one index are added first
                 half_squares.append(tf.nn.l2_loss(tf.convert_to_tensor(gradient)))
     return tf.sqrt(2.0 * tf.reduce_sum(half_squares)) if half_squares else tf.constant(0.0)
 

@@ -26,15 +26,15 @@ from cifar_towers.training.state import TrainState, xla_compiled
 
 
 class StepMetrics(NamedTuple):
-    """The numbers of one step, float32 unless noted: the final tower's losses by term, all else
-    over all towers. They are tensors in the graph, and NumPy arrays once the step has finished.
+    """The numbers of one step, over all towers except `losses`. They are tensors in the graph, and
+    NumPy arrays once the step has finished.
     """
 
-    loss: Any  # mean cross entropy
+    loss: Any  # mean of the user's loss, or of the cross entropy, over the batch
     accuracy: Any  # of the training batch, as augmented
-    gradient_norm: Any  # of the mean gradient over all variables, before weight decay
+    gradient_norm: Any  # of the mean gradient of the active groups, before weight decay
     tower_losses: Any  # [K] total loss
-    losses: dict[str, Any]  # by term
+    losses: dict[str, Any]  # of the final tower by term
     updated: Any  # bool: the variables were updated; otherwise the step was skipped
     gradients: Any = ()  # N mean gradients, None for a variable without one
     tower_gradients: Any = ()  # for each tower of this process, its N gradients
@@ -86,8 +86,12 @@ def make_update(
         gradients = average_gradients(tower_grads)  # the towers meet here
 
         statistics = average_statistics([r.statistics for r in results], state.non_trainable)
-        updated, gradient_norm = state.apply(gradients, statistics, rates, all_finite(results))
-        metrics = make_step_metrics(results, updated, gradient_norm, batch.labels.shape[0])
+        losses = stack_losses(results)
+        updated, gradient_norm = state.apply(gradients, statistics, rates, all_finite(losses))
+
+        num_correct = tf.add_n([result.num_correct for result in results])
+        accuracy = num_correct / batch.labels.shape[0]
+        metrics = make_step_metrics(losses, accuracy, updated, gradient_norm)
         return metrics._replace(
             gradients=as_tensors([gradient for gradient, _ in gradients]),
             tower_gradients=[as_tensors(result.gradients) for result in results],
@@ -100,30 +104,34 @@ def make_update(
 
 
 def make_tower_fn(
-    state: TrainState, loss_fn: Callable, augmentation: Augmentation, micro_batches: int = 1
+    state: TrainState, loss_fn: Callable, augmentation: Augmentation, micro_batches: int
 ) -> Callable[..., TowerResult]:
     """Return the function (tower, shard, groups, image_size) -> TowerResult of every tower.
 
-    With `state.jit_compile`, XLA compiles it, except an augmentation of the user's, which may have
-    operations that XLA lacks.
+    With `state.jit_compile`, XLA compiles it. If the augmentation has a function of the user's,
+    which may use operations that XLA lacks, all of the augmentation runs before, uncompiled.
     """
 
     def train_on_tower(
         tower: Tower, shard: Batch, groups: Collection[str], image_size: int
     ) -> TowerResult:
-        weights, statistics = state.read_variables()
-        augment = functools.partial(augmented, augmentation, image_size=image_size)
-        train = functools.partial(forward_backward, state, loss_fn, groups)
+        def train_on_images(shard: Batch, weights: list, statistics: list) -> TowerResult:
+            def on_part(part: Batch) -> TowerResult:
+                return forward_backward(state, loss_fn, groups, part, weights, statistics)
+
+            total = run_micro_batches(on_part, shard, micro_batches, add_results)
+            if micro_batches == 1:
+                return total
+            return mean_of_results(total, micro_batches)
 
         def train_on_shard(shard: Batch, weights: list, statistics: list) -> TowerResult:
-            if not augmentation.own:
-                shard = augment(shard)
-            on_part = functools.partial(train, weights=weights, statistics=statistics)
-            total = run_micro_batches(on_part, shard, micro_batches, add_results)
-            return total if micro_batches == 1 else mean_of_results(total, micro_batches)
+            images = augmented(augmentation, shard, image_size)
+            return train_on_images(images, weights, statistics)
 
+        weights, statistics = state.read_variables()
         if augmentation.own:
-            shard = augment(shard)
+            images = augmented(augmentation, shard, image_size)
+            return xla_compiled(train_on_images, state.jit_compile)(images, weights, statistics)
         return xla_compiled(train_on_shard, state.jit_compile)(shard, weights, statistics)
 
     return train_on_tower
@@ -222,26 +230,34 @@ def average_statistics(
     return averaged
 
 
-def all_finite(results: Sequence[TowerResult]) -> tf.Tensor:
-    """Return whether the losses of K towers are finite."""
-    losses = [result.losses["total_loss"] for result in results]
-    return tf.reduce_all(tf.math.is_finite(tf.stack(losses)))
+def stack_losses(results: Sequence[TowerResult]) -> dict[str, tf.Tensor]:
+    """Return the losses [K] of the towers by term."""
+    with tf.name_scope("metrics"):
+        return {
+            term: tf.stack([result.losses[term] for result in results])
+            for term in results[0].losses
+        }
+
+
+def all_finite(losses: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    """Return whether the total losses [K] of all towers are finite."""
+    return tf.reduce_all(tf.math.is_finite(losses["total_loss"]))
 
 
 def make_step_metrics(
-    results: Sequence[TowerResult],
+    losses: Mapping[str, tf.Tensor],
+    accuracy: tf.Tensor,
     updated: tf.Tensor,
     gradient_norm: tf.Tensor,
-    num_examples: int,
 ) -> StepMetrics:
-    """Return the metrics of a step over `num_examples` examples, without gradients."""
+    """Return the metrics of a step, without gradients, from the losses [K] by term."""
     with tf.name_scope("metrics"):
         metrics = StepMetrics(
-            loss=average_tensors([r.losses["cross_entropy"] for r in results]),
-            accuracy=tf.add_n([r.num_correct for r in results]) / num_examples,
+            loss=tf.reduce_mean(losses["cross_entropy"]),
+            accuracy=accuracy,
             gradient_norm=gradient_norm,
-            tower_losses=tf.stack([r.losses["total_loss"] for r in results]),
-            losses=results[-1].losses,
+            tower_losses=losses["total_loss"],
+            losses={term: values[-1] for term, values in losses.items()},
             updated=updated,
         )
     return copy_to_host(metrics)
