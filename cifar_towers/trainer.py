@@ -189,9 +189,7 @@ class Training:
         rows_here = self.workers.index * rows, rows
         self.batches = build.make_batches(config, train, rows_here, setup.local_towers)
         augmentation = build.make_own_augmentation(config, train.info)
-        self.state, train_step, hard_examples = build.make_training(
-            config, setup.towers, setup.precision, train, length, augmentation, setup.strategy
-        )
+        self.state, train_step, hard_examples = build.make_training(setup, augmentation)
         self.image_size_at = build.make_image_size_fn(config, length)
         self.runner = StepRunner(train_step, hard_examples)
         self.variables = self.state.named_variables()

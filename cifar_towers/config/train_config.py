@@ -389,6 +389,11 @@ class TrainConfig(  # dataclasses puts the fields of the last base first
         """Number of examples that a step draws; it trains on `batch_size` of them."""
         return self.hard_example_pool or self.batch_size
 
+    @property
+    def net_image_size(self) -> int:
+        """Height and width in pixels of the images that the net is evaluated on."""
+        return self.crop or self.image_size
+
     def run_length(self, steps_per_epoch: int) -> schedules.RunLength:
         """Return the run's length, which `max_steps` may cut short."""
         total = math.ceil(schedules.to_steps(self.epochs, steps_per_epoch))

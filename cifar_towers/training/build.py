@@ -35,6 +35,7 @@ from cifar_towers.training.distributed_step import (
 from cifar_towers.training.hard_examples import PROXY, HardExamples, make_hard_examples
 from cifar_towers.training.losses import cross_entropy, make_loss
 from cifar_towers.training.optimizers import make_optimizer
+from cifar_towers.training.setup import RunSetup
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import compile_whole, make_update
 
@@ -127,11 +128,13 @@ def make_own_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentatio
     augmentation = make_augmentation(config, info)
     if not config.augment:
         return augmentation
-    image_size, num_classes = config.crop or info.image_size, len(info.class_names)
-    may_mix = not config.hard_example_pool
-    return augmentation._replace(
-        own=load_augmentation(config.augment, image_size, num_classes, may_mix)
+    own = load_augmentation(
+        config.augment,
+        config.net_image_size,
+        len(info.class_names),
+        may_mix=not config.hard_example_pool,
     )
+    return augmentation._replace(own=own)
 
 
 def make_example_loss(
@@ -156,8 +159,10 @@ def make_model(
     Raises:
       UsageError: a user's model cannot be built, or towers cannot train it.
     """
-    image_size, num_classes = config.crop or info.image_size, len(info.class_names)
-    is_synchronized, policy = config.batch_statistics == "synchronized", POLICIES[precision]
+    image_size = config.net_image_size
+    num_classes = len(info.class_names)
+    is_synchronized = config.batch_statistics == "synchronized"
+    policy = POLICIES[precision]
     if train is not None:
         keras.utils.set_random_seed(config.seed)
     if config.user_model:
@@ -192,13 +197,7 @@ def make_loss_fn(config: TrainConfig, model: keras.Model) -> Callable:
 
 
 def make_training(
-    config: TrainConfig,
-    towers: Sequence[Tower],
-    precision: str,
-    train: Split,
-    length: schedules.RunLength,
-    augmentation: Augmentation,
-    strategy: tf.distribute.Strategy | None = None,
+    setup: RunSetup, augmentation: Augmentation
 ) -> tuple[TrainState, Any, HardExamples | None]:
     """Return state and step of a run, and the selection of hard examples if it has one.
 
@@ -208,24 +207,36 @@ def make_training(
     Raises:
       UsageError: the machine or the model does not allow this.
     """
-    make = functools.partial(make_state, config, precision, train, length)
-    if config.strategy == "mirrored":
-        strategy = make_strategy(towers)
-    if strategy:
-        with strategy.scope():
-            state, loss_fn = make()
-        step = make_mirrored_step(
-            strategy, state, towers, loss_fn, augmentation, config.micro_batches
-        )
-        return state, step, None
+    if setup.config.strategy == "towers":
+        return _train_on_towers(setup, augmentation)
+    strategy = setup.strategy or make_strategy(setup.towers)
+    return _train_on_replicas(setup, augmentation, strategy)
 
+
+def _train_on_replicas(
+    setup: RunSetup, augmentation: Augmentation, strategy: tf.distribute.Strategy
+) -> tuple[TrainState, Any, None]:
+    """Return state and step with a copy of all variables on each tower."""
+    with strategy.scope():
+        state, loss_fn = make_state(setup.config, setup)
+    step = make_mirrored_step(
+        strategy, state, setup.towers, loss_fn, augmentation, setup.config.micro_batches
+    )
+    return state, step, None
+
+
+def _train_on_towers(
+    setup: RunSetup, augmentation: Augmentation
+) -> tuple[TrainState, Any, HardExamples | None]:
+    """Return state and step with variables that the towers share, and what selects examples."""
+    config, towers = setup.config, setup.towers
     options: dict[str, Any] = {
         "micro_batches": config.micro_batches,
         "synchronized": config.batch_statistics == "synchronized",
     }
     step_device = towers[0].device if config.jit_compile else HOST
     with place_variables(config, towers):
-        state, loss_fn = make(step_device=step_device)
+        state, loss_fn = make_state(config, setup, step_device)
         update = make_update(state, towers, loss_fn, augmentation, **options)
         if config.jit_compile and len(towers) == 1 and not augmentation.own:
             update = compile_whole(update)
@@ -233,11 +244,9 @@ def make_training(
         hard_examples = None
         if config.hard_example_pool:
             with tf.name_scope(PROXY):
-                proxy, proxy_loss = make_state(
-                    proxy_config(config), precision, train, length, step_device
-                )
+                proxy, proxy_loss = make_state(proxy_config(config), setup, step_device)
             proxy_update = make_update(proxy, towers, proxy_loss, augmentation, **options)
-            example_loss = make_example_loss(config, len(train.info.class_names))
+            example_loss = make_example_loss(config, len(setup.dataset.info.class_names))
             hard_examples = make_hard_examples(
                 proxy,
                 proxy_update,
@@ -281,21 +290,22 @@ def proxy_config(config: TrainConfig) -> TrainConfig:
 
 
 def make_state(
-    config: TrainConfig,
-    precision: str,
-    train: Split,
-    length: schedules.RunLength,
-    step_device: str = HOST,
+    config: TrainConfig, setup: RunSetup, step_device: str = HOST
 ) -> tuple[TrainState, Callable]:
     """Return (state, loss function): everything with variables, in the placement of the surrounding
     scope.
+
+    Args:
+      config: the settings of the net or of its proxy, on the data of the setup.
     """
-    model = make_model(config, precision, train.info, train)
-    optimizer = make_optimizer(config, model, length, is_speednet=config.model in SPEEDNETS)
+    train = setup.dataset.train
+    model = make_model(config, setup.precision, train.info, train)
+    is_speednet = config.model in SPEEDNETS
+    optimizer = make_optimizer(config, model, setup.length, is_speednet)
     state = TrainState(
         model,
         optimizer,
-        length.total,
+        setup.length.total,
         ema_decay=config.ema_decay,
         lookahead=config.lookahead,
         jit_compile=config.jit_compile,
@@ -310,7 +320,7 @@ def make_image_size_fn(config: TrainConfig, length: schedules.RunLength) -> Call
     Raises:
       UsageError: the run is so short that its last images are smaller than those of the evaluation.
     """
-    full_size = config.crop or config.image_size
+    full_size = config.net_image_size
     image_size_at = schedules.ImageSizeSchedule(config.image_size_schedule, full_size).at(length)
     if (size := image_size_at(length.total - 1)) != full_size:
         raise UsageError(

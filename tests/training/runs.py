@@ -3,8 +3,11 @@
 import tensorflow as tf
 
 from cifar_towers.config.schedules import RunLength
+from cifar_towers.data.dataset import Dataset
+from cifar_towers.multi_worker.cluster_spec import ALONE
 from cifar_towers.training import build
 from cifar_towers.training.runner import to_numpy
+from cifar_towers.training.setup import RunSetup
 
 
 class Run:
@@ -13,11 +16,18 @@ class Run:
     def __init__(self, towers, examples, config, precision="float32"):
         self.config, self.towers = config, towers
         self.batches = build.make_batches(config, examples)
-        length = RunLength(self.batches.steps_per_epoch, 100, 100)
-        augmentation = build.make_own_augmentation(config, examples.info)
-        self.state, self.train_step, self.hard_examples = build.make_training(
-            config, towers, precision, examples, length, augmentation
+        setup = RunSetup(
+            config=config,
+            dataset=Dataset("examples", examples, examples.take(slice(0)), examples),
+            strategy=None,
+            towers=towers,
+            local_towers=towers,
+            precision=precision,
+            workers=ALONE,
+            length=RunLength(self.batches.steps_per_epoch, 100, 100),
         )
+        augmentation = build.make_own_augmentation(config, examples.info)
+        self.state, self.train_step, self.hard_examples = build.make_training(setup, augmentation)
         self.selected = None  # the hard examples of the last step
         self.proxy_metrics = None
 
