@@ -112,7 +112,7 @@ def make_mirrored_step(
         tower = towers[int(tf.get_static_value(context.replica_id_in_sync_group))]
         shard = shards[local_towers.index(tower)]
         with tf.name_scope(tower.name):
-            result = train_on_tower(tower, shard, rates.keys(), image_size)
+            result = train_on_tower(shard, tuple(rates), image_size)
 
         with tf.name_scope("all_reduce"):  # the replicas meet here
             means = _all_reduce_mean(context, [*result.gradients, *result.statistics])

@@ -22,7 +22,7 @@ from cifar_towers.towers import (
 )
 from cifar_towers.towers.placement import HOST
 from cifar_towers.training.state import TrainState, xla_compiled
-from cifar_towers.training.step import StepMetrics, Update, augmented, without_gradients
+from cifar_towers.training.step import StepMetrics, Update, augment_shard, without_gradients
 
 PROXY = "proxy"  # prefix of the proxy's variables and operations, and of its values in reports
 
@@ -59,7 +59,7 @@ def make_hard_examples(
       example_loss: function (labels, logits) -> [b] losses.
       micro_batches, synchronized: as of the proxy's step; see `make_update`.
     """
-    run = run_on_towers_synchronized if synchronized else run_on_towers
+    run_towers = run_on_towers_synchronized if synchronized else run_on_towers
 
     def losses_on_tower(tower: Tower, shard: Batch, image_size: int) -> tf.Tensor:
         def losses_of_images(shard: Batch, weights: list, statistics: list) -> tf.Tensor:
@@ -70,15 +70,15 @@ def make_hard_examples(
             return run_micro_batches(on_part, shard, micro_batches, add=_join)
 
         weights, statistics = proxy.read_variables()
-        images = augmented(augmentation, shard, image_size)
-        return xla_compiled(losses_of_images, proxy.jit_compile)(images, weights, statistics)
+        shard = augment_shard(augmentation, shard, image_size)
+        return xla_compiled(losses_of_images, proxy.jit_compile)(shard, weights, statistics)
 
     def select(
         batch: Batch, rates: Mapping[str, tf.Tensor], image_size: int = 0
     ) -> tuple[Batch, StepMetrics]:
         on_tower = functools.partial(losses_on_tower, image_size=image_size)
         with tf.name_scope("hardest"):
-            losses = run(on_tower, towers, split_batch(batch, towers))
+            losses = run_towers(on_tower, towers, split_batch(batch, towers))
             with tf.device(HOST):
                 hardest = tf.math.top_k(tf.concat(losses, 0), count, sorted=False).indices
                 selected = gather_rows(batch, tf.sort(hardest))

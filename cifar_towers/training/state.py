@@ -1,5 +1,5 @@
-"""Everything a run carries from step to step: the model's variables, the optimizer's slots and the
-averages; and the one place that changes them, `TrainState.apply`.
+"""What training carries from step to step: the model's variables, the optimizer's slots and the
+averages. A step changes them in `TrainState.apply` only.
 """
 
 import functools
@@ -16,8 +16,8 @@ from cifar_towers.towers.placement import HOST, pin_to_device
 from cifar_towers.training.averages import ExponentialMovingAverage, Lookahead
 from cifar_towers.training.optimizers import Optimizer
 
-# A layer may draw so often in a step. Keras takes seeds modulo 2^31 - 2, so that they differ for
-# two million examples.
+# Each example has 1,024 seeds of its own for a layer that draws random numbers. Keras takes seeds
+# modulo 2^31 - 2, so that they overlap only after two million examples.
 MAX_DRAWS = 1024
 
 
@@ -80,7 +80,7 @@ class TrainState:
         Layers that draw random numbers are seeded by the run and the part's first example.
 
         Returns:
-          Logits [b, C]; S new non-trainable values, None for an unchanged one and for a seed; and
+          Logits [b, C]; S new non-trainable values, None if the value is unchanged or a seed; and
           the losses that layers add, scalars.
         """
         variables = self.model.non_trainable_variables
@@ -88,7 +88,8 @@ class TrainState:
         values = []
         for variable, value in zip(variables, statistics, strict=True):
             if is_seed_generator_state(variable):
-                value = tf.stack([value[0], tf.cast(first_draw, value.dtype)])
+                run_seed = value[0]
+                value = tf.stack([run_seed, tf.cast(first_draw, value.dtype)])
             values.append(value)
 
         logits, new_values, losses = call_in_training(self.model, weights, values, part.images)
@@ -124,11 +125,11 @@ class TrainState:
           [] bool, whether the variables were updated by the gradients; and the norm of the mean
           gradient.
         """
-        apply = functools.partial(self._apply, gradients, statistics, rates, finite)
+        update = functools.partial(self._update, gradients, statistics, rates, finite)
         with tf.name_scope("apply"), tf.device(self.step.device):
-            return xla_compiled(apply, self.jit_compile)()
+            return xla_compiled(update, self.jit_compile)()
 
-    def _apply(
+    def _update(
         self,
         gradients: Sequence[tuple],
         statistics: Sequence[tf.Tensor | None],
@@ -179,7 +180,8 @@ class TrainState:
             ("ema", self.ema.averages),
             ("lookahead", self.lookahead.slow),
         ):
-            for path, variable in zip(paths, variables, strict=False):  # there may be no averages
+            # `ema` and `lookahead` may have no variables
+            for path, variable in zip(paths, variables, strict=False):
                 named[f"{owner}.{path}"] = variable
         for name, variable in self.optimizer.slots().items():
             named[f"optimizer.{name}"] = variable
@@ -210,10 +212,11 @@ def call_in_training(
     values = zip(variables, [*weights, *non_trainable], strict=True)
     losses: list[tf.Tensor] = []
     with keras.StatelessScope(values, collect_losses=True) as scope:
-        # otherwise each call of a layer removes the losses of its last call from `scope.losses`
+        # a layer that is called again removes the losses of its last call from `scope.losses`, so
+        # they are kept here
         scope.add_loss = losses.append
         logits = model.call(images, training=True)
-        losses += model.losses  # of weights
+        losses += model.losses  # now those of regularizers of weights alone
     new_values = [scope.get_current_value(v) for v in model.non_trainable_variables]
     return logits, new_values, [to_scalar(loss) for loss in losses]
 
@@ -224,7 +227,7 @@ def gradient_norm(gradients: Sequence[tuple]) -> tf.Tensor:
     for gradient, variable in gradients:
         if gradient is not None:
             with tf.device(variable.device):
-                # rows of a sparse gradient that have one index are added first
+                # dense, as a sparse gradient may have several rows of the same index
                 half_squares.append(tf.nn.l2_loss(tf.convert_to_tensor(gradient)))
     return tf.sqrt(2.0 * tf.reduce_sum(half_squares)) if half_squares else tf.constant(0.0)
 

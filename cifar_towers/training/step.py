@@ -1,12 +1,12 @@
 """The training step of K towers: split, run, average, apply, report.
 
-Above `average_gradients` nothing depends on another tower. What must happen once a step, happens
-below it.
+Until `average_gradients` the towers are independent, except in synchronized norms. Everything after
+it happens once a step.
 """
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import tensorflow as tf
 
@@ -20,22 +20,22 @@ from cifar_towers.towers import (
     run_on_towers_synchronized,
     split_batch,
 )
-from cifar_towers.towers.gradients import average_tensors, weighted_sum
+from cifar_towers.towers.gradients import Gradient, average_tensors, weighted_sum
 from cifar_towers.towers.placement import HOST
 from cifar_towers.training.state import TrainState, xla_compiled
 
 
 class StepMetrics(NamedTuple):
-    """The numbers of one step, over all towers except `losses`. They are tensors in the graph, and
-    NumPy arrays once the step has finished.
+    """The numbers of one step. They are tensors in the graph, and NumPy arrays once the step has
+    finished.
     """
 
-    loss: Any  # mean of the user's loss, or of the cross entropy, over the batch
+    loss: Any  # mean of the user's loss, or of the cross entropy, over the whole batch
     accuracy: Any  # of the training batch, as augmented
     gradient_norm: Any  # of the mean gradient of the active groups, before weight decay
     tower_losses: Any  # [K] total loss
-    losses: dict[str, Any]  # of the final tower by term
-    updated: Any  # bool: the variables were updated; otherwise the step was skipped
+    losses: dict[str, Any]  # by term, of the final tower only
+    updated: Any  # bool: the gradients were applied; otherwise the step was skipped
     gradients: Any = ()  # N mean gradients, None for a variable without one
     tower_gradients: Any = ()  # for each tower of this process, its N gradients
     stop_signal: Any = None  # of several processes: the largest signal number that any passed in
@@ -45,7 +45,7 @@ class TowerResult(NamedTuple):
     """The result of a forward and backward pass over a tower's shard, or over a part of it."""
 
     losses: dict[str, tf.Tensor]  # means over the examples, by term
-    gradients: list[tf.Tensor | None]  # N gradients of the total loss, as in `TrainState.weights`
+    gradients: list[tf.Tensor | None]  # N, of the total loss, in the order of `TrainState.weights`
     statistics: list[tf.Tensor | None]  # new non-trainable values; None for an unchanged one
     num_correct: tf.Tensor
 
@@ -76,11 +76,13 @@ def make_update(
         tower's shard.
     """
     train_on_tower = make_tower_fn(state, loss_fn, augmentation, micro_batches)
-    run = run_on_towers_synchronized if synchronized else run_on_towers
+    run_towers = run_on_towers_synchronized if synchronized else run_on_towers
 
     def update(batch: Batch, rates: Mapping[str, tf.Tensor], image_size: int = 0) -> StepMetrics:
-        on_tower = functools.partial(train_on_tower, groups=rates.keys(), image_size=image_size)
-        results = run(on_tower, towers, split_batch(batch, towers))
+        def on_tower(tower: Tower, shard: Batch) -> TowerResult:
+            return train_on_tower(shard, tuple(rates), image_size)
+
+        results = run_towers(on_tower, towers, split_batch(batch, towers))
 
         tower_grads = [zip(r.gradients, state.weights, strict=True) for r in results]
         gradients = average_gradients(tower_grads)  # the towers meet here
@@ -106,39 +108,43 @@ def make_update(
 def make_tower_fn(
     state: TrainState, loss_fn: Callable, augmentation: Augmentation, micro_batches: int
 ) -> Callable[..., TowerResult]:
-    """Return the function (tower, shard, groups, image_size) -> TowerResult of every tower.
+    """Return the function (shard, groups, image_size) -> TowerResult of every tower.
 
     With `state.jit_compile`, XLA compiles it. If the augmentation has a function of the user's,
     which may use operations that XLA lacks, all of the augmentation runs before, uncompiled.
     """
 
-    def train_on_tower(
-        tower: Tower, shard: Batch, groups: Collection[str], image_size: int
-    ) -> TowerResult:
-        def train_on_images(shard: Batch, weights: list, statistics: list) -> TowerResult:
-            def on_part(part: Batch) -> TowerResult:
-                return forward_backward(state, loss_fn, groups, part, weights, statistics)
-
-            total = run_micro_batches(on_part, shard, micro_batches, add_results)
-            if micro_batches == 1:
-                return total
-            return mean_of_results(total, micro_batches)
-
-        def train_on_shard(shard: Batch, weights: list, statistics: list) -> TowerResult:
-            images = augmented(augmentation, shard, image_size)
-            return train_on_images(images, weights, statistics)
-
+    def train_on_tower(shard: Batch, groups: Collection[str], image_size: int) -> TowerResult:
         weights, statistics = state.read_variables()
         if augmentation.own:
-            images = augmented(augmentation, shard, image_size)
-            return xla_compiled(train_on_images, state.jit_compile)(images, weights, statistics)
-        return xla_compiled(train_on_shard, state.jit_compile)(shard, weights, statistics)
+            shard = augment_shard(augmentation, shard, image_size)
+            train = functools.partial(train_on_images, groups=groups)
+        else:
+            train = functools.partial(augment_and_train, groups=groups, image_size=image_size)
+        return xla_compiled(train, state.jit_compile)(shard, weights, statistics)
+
+    def augment_and_train(
+        shard: Batch, weights: list, statistics: list, groups: Collection[str], image_size: int
+    ) -> TowerResult:
+        shard = augment_shard(augmentation, shard, image_size)
+        return train_on_images(shard, weights, statistics, groups)
+
+    def train_on_images(
+        shard: Batch, weights: list, statistics: list, groups: Collection[str]
+    ) -> TowerResult:
+        def on_part(part: Batch) -> TowerResult:
+            return forward_backward(state, loss_fn, groups, part, weights, statistics)
+
+        total = run_micro_batches(on_part, shard, micro_batches, add_results)
+        if micro_batches == 1:
+            return total
+        return mean_of_results(total, micro_batches)
 
     return train_on_tower
 
 
-def augmented(augmentation: Augmentation, shard: Batch, image_size: int) -> Batch:
-    """Return a shard with augmented images, and with labels that an augmentation may have mixed."""
+def augment_shard(augmentation: Augmentation, shard: Batch, image_size: int) -> Batch:
+    """Return a shard with augmented images. The augmentation may change the labels too."""
     images, labels = augmentation.augment_with_labels(
         shard.images, shard.labels, shard.draws, image_size
     )
@@ -175,38 +181,33 @@ def forward_backward(
 
 
 def add_results(total: TowerResult, result: TowerResult) -> TowerResult:
-    """Add the result of a micro-batch to the sum so far. Of an integer statistic the last value
-    counts.
-    """
-
-    def add(old: tf.Tensor | None, new: tf.Tensor | None) -> tf.Tensor | None:
-        return old + new if new is not None and new.dtype.is_floating else new
-
-    return TowerResult(
-        losses={term: total.losses[term] + loss for term, loss in result.losses.items()},
-        gradients=[
-            weighted_sum(pair, (1.0, 1.0), device="")
-            for pair in zip(total.gradients, result.gradients, strict=True)
-        ],
-        statistics=[
-            add(old, new) for old, new in zip(total.statistics, result.statistics, strict=True)
-        ],
-        num_correct=total.num_correct + result.num_correct,
-    )
+    """Add the result of a micro-batch to the sum so far. Integer statistics keep the last value."""
+    losses = {term: total.losses[term] + loss for term, loss in result.losses.items()}
+    gradients = []
+    for old, new in zip(total.gradients, result.gradients, strict=True):
+        gradients.append(add_gradients(old, new))
+    statistics = []
+    for old, new in zip(total.statistics, result.statistics, strict=True):
+        statistics.append(old + new if is_float(old) and is_float(new) else new)
+    return TowerResult(losses, gradients, statistics, total.num_correct + result.num_correct)
 
 
 def mean_of_results(total: TowerResult, count: int) -> TowerResult:
     """Return the result over a shard from the sum over its `count` micro-batches."""
+    losses = {term: loss / count for term, loss in total.losses.items()}
+    gradients = [weighted_sum([sums], [1 / count], device="") for sums in total.gradients]
+    statistics = [value / count if is_float(value) else value for value in total.statistics]
+    return TowerResult(losses, gradients, statistics, total.num_correct)
 
-    def scale(value: tf.Tensor | None) -> tf.Tensor | None:
-        return value / count if value is not None and value.dtype.is_floating else value
 
-    return TowerResult(
-        losses={term: loss / count for term, loss in total.losses.items()},
-        gradients=[weighted_sum([sums], [1 / count], device="") for sums in total.gradients],
-        statistics=[scale(value) for value in total.statistics],
-        num_correct=total.num_correct,
-    )
+def add_gradients(old: Gradient, new: Gradient) -> Gradient:
+    """Return the sum of two gradients, each of which may be None or sparse."""
+    return weighted_sum((old, new), (1.0, 1.0), device="")
+
+
+def is_float(value: tf.Tensor | None) -> TypeGuard[tf.Tensor]:
+    """Return whether a value is there and floating."""
+    return value is not None and value.dtype.is_floating
 
 
 # What the towers' results become ------------------------------------------------------------------
@@ -215,15 +216,14 @@ def mean_of_results(total: TowerResult, count: int) -> TowerResult:
 def average_statistics(
     tower_values: Sequence[Sequence[tf.Tensor | None]], variables: Sequence[tf.Variable]
 ) -> list[tf.Tensor | None]:
-    """Average the new values of S non-trainable variables over the towers, each beside its
-    variable; None where none changed. Of an integer the final tower's value counts.
+    """Average the new values of S non-trainable variables over the towers, on the variable's
+    device. Integers keep the final tower's value; None stands for an unchanged one.
     """
     averaged: list[tf.Tensor | None] = []
     with tf.name_scope("average_statistics"):
         for variable, *values in zip(variables, *tower_values, strict=True):
-            last = values[-1]
-            if last is None or not last.dtype.is_floating:
-                averaged.append(last)
+            if not is_float(values[-1]):
+                averaged.append(values[-1])
                 continue
             with tf.device(variable.device):
                 averaged.append(average_tensors(values))
@@ -264,8 +264,8 @@ def make_step_metrics(
 
 
 def copy_to_host(metrics: StepMetrics) -> StepMetrics:
-    """Copy all metrics except gradients to the host in the graph; reading would copy them from a
-    GPU one by one.
+    """Copy all metrics except gradients to the host in the graph. Without this, reading each of
+    them would be a separate copy from the GPU.
     """
     scalars = without_gradients(metrics)
     with tf.name_scope("metrics"), tf.device(HOST):
@@ -286,8 +286,14 @@ def as_tensors(gradients: Sequence[Any]) -> list[tf.Tensor | None]:
 
 
 def compile_whole(update: Update) -> Update:
-    """Return an update as one function compiled by XLA. All its variables must be on one device,
-    that of its only tower.
+    """Return an update as one function compiled by XLA. There must be one tower, with all variables
+    on its device.
     """
     compiled = xla_compiled(update, jit_compile=True)
-    return lambda batch, rates, image_size=0: copy_to_host(compiled(batch, rates, image_size))
+
+    def compiled_update(
+        batch: Batch, rates: Mapping[str, tf.Tensor], image_size: int = 0
+    ) -> StepMetrics:
+        return copy_to_host(compiled(batch, rates, image_size))
+
+    return compiled_update
