@@ -101,8 +101,10 @@ def train_from(step: int, run: "Training") -> int:
         not.
       DivergedError: too many steps in a row were skipped, or a save found a non-finite variable.
     """
-    run.note_target(step)  # by the evaluations of its checkpoint
     try:
+        if run.evaluator.is_due(step) and not run.evaluations:
+            run.evaluate_now(step)  # an evaluation failed after the last step that was saved
+        run.note_target(step)
         if not run.reached:
             batches = run.batches.stream(step, run.length.last)
             for batch in run.timer.inputs(batches):
@@ -112,7 +114,7 @@ def train_from(step: int, run: "Training") -> int:
                 run.check_and_log(finished)
                 if run.evaluator.is_due(step):
                     run.evaluate_now(step)
-                if run.ends_epoch(step):
+                if run.ends_epoch(step):  # so that its metrics were awaited
                     run.logger.log_epoch(step, finished[-1].rates, run.evaluations)
                 if run.can_be_saved(step) and run.should_save(step):
                     run.save_now(step)
@@ -121,6 +123,7 @@ def train_from(step: int, run: "Training") -> int:
                 run.logger.profile(step)
                 if run.reached or run.stop_signal:
                     break
+        run.check_and_log(run.runner.finish())
     except (Exception, SystemExit) as error:
         run.save_after(error, step)
         raise
@@ -163,6 +166,7 @@ class Training:
     Attributes:
       variables: every variable that checkpoints hold, by name.
       evaluations: records of the evaluations after the last step, if it was evaluated.
+      unlogged: steps that have finished and are not logged yet.
       reached: the first accuracy that met the target; 0 until then.
       stop_signal: the signal that ends the run, on which a cluster's workers agree; 0 without one.
     """
@@ -185,9 +189,9 @@ class Training:
         self.length = setup.length
         config, train, length = setup.config, setup.dataset.train, setup.length
 
-        rows = config.examples_drawn * len(setup.local_towers) // len(setup.towers)
-        rows_here = self.workers.index * rows, rows
-        self.batches = build.make_batches(config, train, rows_here, setup.local_towers)
+        num_rows = config.examples_drawn * len(setup.local_towers) // len(setup.towers)
+        rows = self.workers.index * num_rows, num_rows
+        self.batches = build.make_batches(config, train, rows, setup.local_towers)
         augmentation = build.make_own_augmentation(config, train.info)
         self.state, train_step, hard_examples = build.make_training(setup, augmentation)
         self.image_size_at = build.make_image_size_fn(config, length)
@@ -223,6 +227,7 @@ class Training:
             **code_facts(config),
         }
         self.evaluations: list[dict] = []
+        self.unlogged: list[FinishedStep] = []
         self.reached = 0.0
         self.stop_signal = 0
 
@@ -319,7 +324,6 @@ class Training:
         Usually the metrics of a step arrive with the next call. They arrive at once where they are
         needed, as for a summary, and after a compilation.
         """
-        self.evaluations = []
         inputs = self.make_input(step, batch)
         is_summarized = self.logger.is_summary_step(step + 1)
         if not self.runner.is_traced(inputs):
@@ -331,6 +335,7 @@ class Training:
             if self.is_awaited(step + 1):
                 finished += self.runner.finish()
         self.timer.end_step(self.config.batch_size * len(finished))
+        self.evaluations = []
         return finished
 
     def make_input(self, step: int, batch: Batch) -> StepInput:
@@ -350,6 +355,7 @@ class Training:
             finished = self.runner.start(inputs, keep_gradients=is_summarized)
             finished += self.runner.finish()
         self.timer.end_compilation()
+        self.evaluations = []
         return finished
 
     def is_awaited(self, step: int) -> bool:
@@ -373,6 +379,9 @@ class Training:
     def can_be_saved(self, step: int) -> bool:
         """Return whether the metrics of this step have arrived and it was not skipped. The last
         step is saved after the loop.
+
+        The metrics have not arrived if a save has become due by the clock since the step started.
+        Then the next step is saved.
         """
         is_good = self.runner.is_up_to_date and not self.health.skipped_in_a_row
         return is_good and step < self.length.last
@@ -381,8 +390,11 @@ class Training:
 
     def check_and_log(self, finished: Sequence[FinishedStep]) -> None:
         """Check and log the steps whose metrics have arrived."""
-        for each in finished:
-            if line := self.health.record(each):
+        self.unlogged += finished
+        while self.unlogged:
+            each = self.unlogged.pop(0)
+            line = self.health.record(each)
+            if line:
                 if self.health.skipped_in_a_row >= MAX_SKIPPED_STEPS:
                     raise DivergedError(f"{line}; {self.describe_latest()}; {ADVICE}")
                 self.log(line)
@@ -481,8 +493,7 @@ class Training:
         return self.workers.broadcast_from_chief(self.directory.describe_latest)
 
     def save_early(self, step: int) -> Interrupted:
-        """Save the last finished step, and return the error to raise after a signal."""
-        self.check_and_log(self.runner.finish())
+        """Save the last step, and return the error to raise after a signal."""
         self.logger.progress.pause()
         saved = self.save_now(step, wait=True)
         outcome = f"saved step {step}" if saved else self.describe_latest()
@@ -499,8 +510,11 @@ class Training:
         if worker_is_lost or isinstance(error, DivergedError) or step == 0:
             return
         try:
-            for finished in self.runner.finish():
+            # raises the error of a step again, so that nothing is saved after it
+            self.unlogged += self.runner.finish()
+            for finished in self.unlogged:
                 self.health.record(finished)
+                self.logger.log_step(finished, None, self.health.skipped_steps)
             if self.save_now(step):
                 self.log(f"stopped by an error; saved step {step}: {HOW_TO_RESUME}")
         except Exception as another:

@@ -108,16 +108,24 @@ class RunDirectory:
         try:
             write_checkpoint(checkpoint_path(self.path, step), values, {**metadata, "step": step})
             self._saved_step = step
-            for path in list_checkpoints(self.path)[: -self._config.keep_checkpoints]:
-                path.unlink()
         except OSError as error:
             self.failed_saves += 1
             log.error(
                 f"step {step} could not be saved ({error_text(error)}); {self.describe_latest()}"
             )
+        else:
+            self._remove_old()
         self._last_save = time.monotonic()
         self._save_seconds = self._last_save - start
         return step == self._saved_step
+
+    def _remove_old(self) -> None:
+        """Remove the oldest checkpoints; log an error, as the newest is saved nevertheless."""
+        for path in list_checkpoints(self.path)[: -self._config.keep_checkpoints]:
+            try:
+                path.unlink()
+            except OSError as error:
+                log.warning(f"{path.name} could not be removed ({error_text(error)})")
 
     def describe_latest(self) -> str:
         """Return what is left of the run: the name of its newest checkpoint, if there is one."""

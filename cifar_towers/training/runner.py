@@ -40,9 +40,16 @@ class FinishedStep(NamedTuple):
     end: float = 0.0  # when the metrics had been read, by `time.monotonic`
 
 
+class TracedStep(NamedTuple):
+    """The functions that were traced for steps of one key."""
+
+    update: tf.types.experimental.ConcreteFunction
+    select: tf.types.experimental.ConcreteFunction | None  # of the hard examples
+
+
 class StepRunner:
     """Runs steps in a thread of TensorFlow's. The metrics of a step are returned after the next has
-    started, so that a GPU is never idle.
+    started, so that a GPU is never idle. A second thread reads them, as it knows when they came.
 
     Args:
       train_step: the step as a `tf.function`; see `build.make_training`.
@@ -52,7 +59,7 @@ class StepRunner:
     def __init__(self, train_step: Any, hard_examples: HardExamples | None = None):
         self.train_step = train_step
         self.hard_examples = hard_examples
-        self.traced: dict[tuple, tf.types.experimental.ConcreteFunction] = {}  # by `StepInput.key`
+        self.traced: dict[tuple, TracedStep] = {}  # by `StepInput.key`
         # a thread of Python's would wait for the interpreter before it started a step
         self._steps = executor.new_executor(enable_async=True)
         self._metrics = ThreadPoolExecutor(1, thread_name_prefix="metrics")
@@ -68,17 +75,18 @@ class StepRunner:
         return inputs.key in self.traced
 
     def trace(self, inputs: StepInput) -> tf.types.experimental.ConcreteFunction:
-        """Trace a step without running it."""
+        """Trace a step without running it; return the function of its update."""
         arguments = _arguments(inputs)
+        select = None
         if self.hard_examples:
-            selection = self.hard_examples.select.get_concrete_function(**arguments)
-            selected, _ = selection.structured_outputs
+            select = self.hard_examples.select.get_concrete_function(**arguments)
+            selected, _ = select.structured_outputs
             arguments["batch"] = tf.nest.map_structure(
                 lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), selected
             )
-        function = self.train_step.get_concrete_function(**arguments)
-        self.traced[inputs.key] = function
-        return function
+        update = self.train_step.get_concrete_function(**arguments)
+        self.traced[inputs.key] = TracedStep(update, select)
+        return update
 
     def start(self, inputs: StepInput, keep_gradients: bool) -> list[FinishedStep]:
         """Start a step, which must be traced; return the step before it, if it was not returned."""
@@ -104,18 +112,18 @@ class StepRunner:
 
     def close(self) -> None:
         """Wait for a step that still runs, and end the threads."""
-        self._metrics.shutdown()
+        self._metrics.shutdown(cancel_futures=True)
         self._steps.clear_error()  # otherwise the thread would print it again at its end
 
     def _call(self, inputs: StepInput) -> FinishedStep:
         """Call the traced functions of a step; return it with tensors as metrics."""
+        # calling the `tf.function`s takes twice as long: they look up what was traced
+        traced = self.traced[inputs.key]
         arguments = _arguments(inputs)
         proxy_metrics = None
-        if self.hard_examples:
-            arguments["batch"], proxy_metrics = self.hard_examples.select(**arguments)
-
-        # calling `train_step` takes twice as long: it looks this function up
-        metrics = self.traced[inputs.key](**arguments)
+        if traced.select:
+            arguments["batch"], proxy_metrics = traced.select(**arguments)
+        metrics = traced.update(**arguments)
         return FinishedStep(
             step=inputs.step + 1,
             batch=arguments["batch"],

@@ -5,6 +5,7 @@
 import dataclasses
 import itertools
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -108,6 +109,25 @@ def test_a_state_that_cannot_be_saved_leaves_the_older_checkpoint(config, caplog
         assert run.failed_saves == 2  # one before the checkpoint
     assert lines_with(caplog.text, "step 7", "No space left on device", "step-3.npz")
     assert [path.name for path in list_checkpoints(config.directory)] == ["step-3.npz"]
+
+
+def test_a_save_counts_although_an_old_checkpoint_cannot_be_removed(config, caplog, monkeypatch):
+    config = dataclasses.replace(config, keep_checkpoints=1)
+    save(config, 3)
+    with open_run(config) as run:
+        before = run.failed_saves
+        unlink = Path.unlink
+
+        def refuse(path, **options):
+            if path.name == "step-3.npz":
+                raise OSError(1, "Not permitted")
+            unlink(path, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", refuse)
+            assert run.save(6, VALUES, {})
+        assert run.failed_saves == before
+    assert lines_with(caplog.text, "step-3.npz could not be removed", "Not permitted")
 
 
 def test_a_file_system_that_cannot_sync_a_directory_saves(config, monkeypatch):
