@@ -266,10 +266,8 @@ def check_leaks(trial: Trial) -> str:
 def _sample(run, step: int, *_) -> None:
     """Print the resources of this process before the step that follows one of SAMPLED_STEPS."""
     if step in SAMPLED_STEPS:
-        process, traced = (
-            psutil.Process(),
-            run.step_runner.train_step.experimental_get_tracing_count(),
-        )
+        process = psutil.Process()
+        traced = run.runner.train_step.experimental_get_tracing_count()
         sample = {"traced": traced, "threads": process.num_threads(), "files": process.num_fds()}
         print(
             "sample:",
