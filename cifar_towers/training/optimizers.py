@@ -190,20 +190,6 @@ class Optimizer:
             for variable in group.rule.variables
         ]
 
-    def updated_variables(self) -> list[tf.Variable]:
-        """Return all variables that `compute_updates` may change, by group: each variable after its
-        slots.
-        """
-        variables = []
-        for group in self.groups:
-            slots = [slots for slots in group.rule.slots.values() if slots]
-            variables += [
-                variable
-                for of_one in zip(*slots, group.rule.variables, strict=True)
-                for variable in of_one
-            ]
-        return variables
-
     def compute_updates(
         self, gradients: Sequence[tuple], learning_rates: Mapping[str, tf.Tensor], step: tf.Tensor
     ) -> Updates:
