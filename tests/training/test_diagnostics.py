@@ -97,6 +97,19 @@ def test_images_are_those_that_the_model_saw(towers, examples, tmp_path):
     np.testing.assert_array_equal(found.labels, batch.labels.numpy()[rows])
 
 
+def diagnose_model(model, towers, examples):
+    """Diagnose a first step in which the model's gradients are its weights; return the diagnostics,
+    and the images that the model is given.
+    """
+    run, augmentation, _ = make_run(towers, examples)
+    batch = run.batches.at(0)
+    gradients = [variable.numpy() for variable in model.trainable_variables]
+    metrics = run.step(0, batch)._replace(gradients=gradients, tower_gradients=[gradients])
+    diagnoser = diagnostics.Diagnoser(model, augmentation, towers)
+    found = diagnoser.diagnose(FinishedStep(1, batch, {}, 24, metrics))
+    return found, augmentation.augment(batch.images, batch.draws)
+
+
 def test_nonlinear_layers_are_measured_also_of_a_reused_backbone(towers, examples):
     """`layer.output` of each is in the backbone's graph, which the net's input does not reach."""
     keras.utils.set_random_seed(0)
@@ -109,13 +122,7 @@ def test_nonlinear_layers_are_measured_also_of_a_reused_backbone(towers, example
     model = keras.Model(
         images, keras.layers.Dense(10, name="head")(keras.layers.GlobalAveragePooling2D()(x))
     )
-    run, augmentation, _ = make_run(towers(1), examples)
-    batch = run.batches.at(0)
-    gradients = [v.numpy() for v in model.trainable_variables]
-    metrics = run.step(0, batch)._replace(gradients=gradients, tower_gradients=[gradients])
-    diagnoser = diagnostics.Diagnoser(model, augmentation, towers(1))
-    found = diagnoser.diagnose(FinishedStep(1, batch, {}, 24, metrics))
-    given = augmentation.augment(batch.images, batch.draws)
+    found, given = diagnose_model(model, towers(1), examples)
     relu = tf.nn.relu(layers[0](given))
     assert list(found.activations) == ["relu", "tanh", "head"]
     for name, expected in (("relu", relu), ("tanh", layers[2](relu)), ("head", model(given))):
@@ -126,11 +133,5 @@ def test_a_single_measured_layer_has_the_outputs_of_all_examples(towers, example
     images = keras.Input([24, 24, 3])
     x = keras.layers.GlobalAveragePooling2D()(images)
     model = keras.Model(images, keras.layers.Dense(10, name="head")(x))
-    run, augmentation, _ = make_run(towers(1), examples)
-    batch = run.batches.at(0)
-    gradients = [variable.numpy() for variable in model.trainable_variables]
-    metrics = run.step(0, batch)._replace(gradients=gradients, tower_gradients=[gradients])
-    diagnoser = diagnostics.Diagnoser(model, augmentation, towers(1))
-    found = diagnoser.diagnose(FinishedStep(1, batch, {}, 24, metrics))
-    given = augmentation.augment(batch.images, batch.draws)
+    found, given = diagnose_model(model, towers(1), examples)
     np.testing.assert_allclose(found.activations["head"], model(given), rtol=1e-5, atol=1e-5)
