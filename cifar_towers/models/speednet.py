@@ -148,9 +148,12 @@ def whitening_kernel(parts: Iterable[np.ndarray], epsilon: float = 5e-4) -> np.n
 
 def _patches(images: np.ndarray) -> np.ndarray:
     """Return the 2x2 patches of images as rows: [n, H, W, 3] -> [n (H - 1) (W - 1), 12] float64."""
-    height, width = images.shape[1] - 1, images.shape[2] - 1
-    corners = [images[:, y : y + height, x : x + width, :] for y in (0, 1) for x in (0, 1)]
-    return np.stack(corners, axis=3).reshape(-1, 12).astype(np.float64)
+    count, height, width, channels = images.shape
+    patches = np.empty((count, height - 1, width - 1, 2, 2, channels))
+    for y in (0, 1):
+        for x in (0, 1):
+            patches[:, :, :, y, x] = images[:, y : y + height - 1, x : x + width - 1]
+    return patches.reshape(-1, 4 * channels)
 
 
 def _uniform() -> keras.initializers.Initializer:

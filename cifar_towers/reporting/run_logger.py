@@ -40,7 +40,7 @@ from cifar_towers.training.diagnostics import StepDiagnostics
 from cifar_towers.training.hard_examples import PROXY
 from cifar_towers.training.runner import FinishedStep
 from cifar_towers.training.setup import RunSetup
-from cifar_towers.training.step import StepMetrics, without_gradients
+from cifar_towers.training.step import StepMetrics
 
 PACKAGES = (
     "cifar-towers",
@@ -177,7 +177,7 @@ class RunLogger:
         its diagnostics, if any. Return the record that was written; None if none was due.
         """
         step, metrics, rates = finished.step, finished.metrics, finished.rates
-        self._epoch.append(without_gradients(metrics))
+        self._epoch.append(metrics)
         if metrics.updated:
             self.smoothed_losses.update(metrics.losses)
         rate, (images_per_sec, input_wait) = next(iter(rates.values())), self.timer.recent_rates()

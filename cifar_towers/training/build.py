@@ -28,7 +28,7 @@ from cifar_towers.towers import Tower, make_towers, variable_placement
 from cifar_towers.towers.devices import CPU_TOWERS_BY_DEFAULT, on_gpus
 from cifar_towers.towers.placement import HOST
 from cifar_towers.training.distributed_step import (
-    make_mirrored_step,
+    MirroredStep,
     make_multi_worker_strategy,
     make_strategy,
 )
@@ -37,7 +37,7 @@ from cifar_towers.training.losses import cross_entropy, make_loss
 from cifar_towers.training.optimizers import make_optimizer
 from cifar_towers.training.setup import RunSetup
 from cifar_towers.training.state import TrainState
-from cifar_towers.training.step import compile_whole, make_update
+from cifar_towers.training.step import as_tf_function, make_update
 
 log = logging.getLogger(__name__)
 
@@ -219,10 +219,12 @@ def _train_on_replicas(
     """Return state and step with a copy of all variables on each tower."""
     with strategy.scope():
         state, loss_fn = make_state(setup.config, setup)
-    step = make_mirrored_step(
+    step = MirroredStep(
         strategy, state, setup.towers, loss_fn, augmentation, setup.config.micro_batches
     )
-    return state, step, None
+    # a signal is exchanged on a cluster only, and a traced function needs each of its arguments
+    update = step.update_with_signal if setup.workers.size > 1 else step.update
+    return state, as_tf_function(update), None
 
 
 def _train_on_towers(
@@ -238,8 +240,8 @@ def _train_on_towers(
     with place_variables(config, towers):
         state, loss_fn = make_state(config, setup, step_device)
         update = make_update(state, towers, loss_fn, augmentation, **options)
-        if config.jit_compile and len(towers) == 1 and not augmentation.own:
-            update = compile_whole(update)
+        compile_whole = config.jit_compile and len(towers) == 1 and not augmentation.own
+        train_step = as_tf_function(update, compile_whole)
 
         hard_examples = None
         if config.hard_example_pool:
@@ -256,7 +258,7 @@ def _train_on_towers(
                 config.batch_size,
                 **options,
             )
-    return state, tf.function(update, autograph=False), hard_examples
+    return state, train_step, hard_examples
 
 
 def place_variables(

@@ -16,7 +16,7 @@ from cifar_towers.models.keras_models import first_call, variable_values
 from cifar_towers.towers import Tower
 from cifar_towers.training.hard_examples import PROXY
 from cifar_towers.training.runner import FinishedStep
-from cifar_towers.training.step import StepMetrics
+from cifar_towers.training.step import StepGradients, StepMetrics
 
 NUM_EXAMPLES = 64  # whose activations are measured
 NUM_IMAGES = 16  # of these, that are shown
@@ -30,19 +30,16 @@ NONLINEAR = tuple(
 class StepDiagnostics(NamedTuple):
     """The diagnostics of a summary step."""
 
-    images: (
-        np.ndarray
-    )  # [n, S, S, 3] images of the final tower of this process, as the model sees them
+    # [n, S, S, 3] images of the final tower of this process, as the model sees them
+    images: np.ndarray
     labels: np.ndarray  # [n] labels of these images
-    activations: dict[
-        str, np.ndarray
-    ]  # outputs of the `activation_layers` for the first examples of that tower
+    # outputs of the `activation_layers` for the first examples of that tower
+    activations: dict[str, np.ndarray]
     weights: dict[str, np.ndarray]  # trained variables after the step
     gradients: dict[str, np.ndarray]  # mean gradients of these variables
     tower_gradient_norm: np.ndarray  # [K] norm of each tower's gradient
-    tower_gradient_cosine: (
-        np.ndarray
-    )  # [K] cosine between each tower's gradient and the mean gradient
+    # [K] cosine between each tower's gradient and the mean gradient
+    tower_gradient_cosine: np.ndarray
 
 
 class Diagnoser:
@@ -69,9 +66,10 @@ class Diagnoser:
         weights.
         """
         self.is_compiled = True
+        assert finished.gradients  # kept, as this is a summary step
         variables = self.model.trainable_variables
-        pairs = zip(variables, finished.metrics.gradients, strict=True)
-        norms, cosines = tower_agreement(finished.metrics)
+        pairs = zip(variables, finished.gradients.mean, strict=True)
+        norms, cosines = tower_agreement(finished.gradients)
         examples = self._first_examples(finished)
         images, activations = self._activations_of(examples, finished.image_size)
         return StepDiagnostics(
@@ -131,12 +129,12 @@ def activation_layers(model: keras.Model) -> list[keras.layers.Layer]:
     ]  # a nested model has a graph of its own
 
 
-def tower_agreement(metrics: StepMetrics) -> tuple[np.ndarray, np.ndarray]:
+def tower_agreement(gradients: StepGradients) -> tuple[np.ndarray, np.ndarray]:
     """Return each tower's gradient norm [K], and the cosine [K] between its gradient and the mean
     gradient.
     """
-    mean = _flatten(metrics.gradients, metrics.gradients)
-    towers = [_flatten(gradients, metrics.gradients) for gradients in metrics.tower_gradients]
+    mean = _flatten(gradients.mean, gradients.mean)
+    towers = [_flatten(tower, gradients.mean) for tower in gradients.towers]
     norms = np.array([np.linalg.norm(tower) for tower in towers])
     products = norms * np.linalg.norm(mean)
     cosines = np.array([tower @ mean for tower in towers])

@@ -5,23 +5,27 @@ Every replica has its own copy of all variables. The gradients meet in an all-re
 replica applies the same update to its copy.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from cifar_towers.data.augment import Augmentation
+from cifar_towers.data.batches import Batch
 from cifar_towers.errors import UsageError
 from cifar_towers.towers import Tower, split_batch
 from cifar_towers.towers.devices import make_towers, on_gpus
+from cifar_towers.towers.gradients import Gradient
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import (
+    StepGradients,
     StepMetrics,
-    Update,
+    TowerResult,
+    TowerStep,
     all_finite,
-    as_tensors,
+    dense_gradients,
+    is_integer,
     make_step_metrics,
-    make_tower_fn,
 )
 
 MEAN, SUM = tf.distribute.ReduceOp.MEAN, tf.distribute.ReduceOp.SUM
@@ -75,93 +79,114 @@ def make_multi_worker_strategy(
 
 
 class ReplicaResult(NamedTuple):
-    """What a replica knows after the exchange with the others: K scalars of each, N gradients."""
+    """What a replica knows after it met the others."""
 
-    gradients: list[tf.Tensor | None]  # N means over the replicas
-    statistics: list[tf.Tensor | None]  # S means over the replicas; integers are its own
+    gradients: list[Gradient]  # N means over the replicas
+    non_trainable: list[tf.Tensor | None]  # S means over the replicas; integers are its own
     losses: dict[str, tf.Tensor]  # [K] of all replicas by term
     num_correct: tf.Tensor  # [K] of all replicas
     signals: tf.Tensor | None  # [K] of all replicas
-    tower_gradients: list[tf.Tensor | None]  # N of its own
+    tower_result: TowerResult  # its own
 
 
-def make_mirrored_step(
-    strategy: tf.distribute.Strategy,
-    state: TrainState,
-    towers: Sequence[Tower],
-    loss_fn: Callable,
-    augmentation: Augmentation,
-    micro_batches: int = 1,
-) -> Update:
-    """Return the training step of K towers, which are the strategy's replicas; see `make_update`
-    for its arguments.
+class MirroredStep:
+    """The step of K towers that are a strategy's replicas.
 
-    If other processes have some of the towers, the step takes this process's part of the batch and
-    a `stop_signal`, and returns the largest of all signals. Its metrics cover all towers, except
-    `tower_gradients`.
+    If other processes have some of the towers, a step takes this process's part of the batch. Its
+    metrics cover all towers, its towers' gradients those of this process.
 
     Args:
-      state: built in `strategy.scope()`.
+      state: built in `strategy.scope()`. The other arguments are those of `make_update`.
     """
-    train_on_tower = make_tower_fn(state, loss_fn, augmentation, micro_batches)
-    local_towers = towers_here(strategy, towers)
 
-    def on_replica(shards, rates, image_size, stop_signal) -> ReplicaResult:
-        """Run the tower of this replica, then meet the other replicas."""
-        context = tf.distribute.get_replica_context()
-        tower = towers[int(tf.get_static_value(context.replica_id_in_sync_group))]
-        shard = shards[local_towers.index(tower)]
-        with tf.name_scope(tower.name):
-            result = train_on_tower(shard, tuple(rates), image_size)
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        state: TrainState,
+        towers: Sequence[Tower],
+        loss_fn: Callable,
+        augmentation: Augmentation,
+        micro_batches: int = 1,
+    ):
+        self.strategy = strategy
+        self.state = state
+        self.towers = towers
+        self.local_towers = towers_here(strategy, towers)
+        self.tower_step = TowerStep(state, loss_fn, augmentation, micro_batches)
 
-        with tf.name_scope("all_reduce"):  # the replicas meet here
-            means = _all_reduce_mean(context, [*result.gradients, *result.statistics])
-            num_weights = len(result.gradients)
-            scalars = result.losses, result.num_correct, stop_signal
-            losses, num_correct, signals = _all_gather(context, scalars, tower, len(towers))
-        return ReplicaResult(
-            gradients=means[:num_weights],
-            statistics=means[num_weights:],
-            losses=losses,
-            num_correct=num_correct,
-            signals=signals,
-            tower_gradients=result.gradients,
-        )
+    def update(
+        self, batch: Batch, rates: Mapping[str, tf.Tensor], image_size: int = 0
+    ) -> tuple[StepMetrics, StepGradients]:
+        """Run a step whose towers are all in this process; see `make_update`."""
+        return self.update_with_signal(batch, rates, image_size, None)
 
-    def update_replica(_, gradients, statistics, rates, finite) -> tuple[tf.Tensor, tf.Tensor]:
-        pairs = list(zip(gradients, state.weights, strict=True))
-        return state.apply(pairs, statistics, rates, finite)
-
-    def train_step(batch, rates, image_size, stop_signal) -> StepMetrics:
-        shards = split_batch(batch, local_towers)
-        distributed = strategy.run(on_replica, (shards, rates, image_size, stop_signal))
-        # statistics stay distributed: those that are None or integers are not the same everywhere
-        replicas = _by_replica(strategy, distributed._replace(statistics=[]))
+    def update_with_signal(
+        self,
+        batch: Batch,
+        rates: Mapping[str, tf.Tensor],
+        image_size: int,
+        stop_signal: tf.Tensor | None,
+    ) -> tuple[StepMetrics, StepGradients]:
+        """Run a step of several processes. Each passes a signal in, and all get the largest."""
+        shards = split_batch(batch, self.local_towers)
+        arguments = shards, rates, image_size, stop_signal
+        distributed = self.strategy.run(self._on_replica, arguments)
+        # non-trainable values stay distributed: None and integers are not the same everywhere
+        replicas = _by_replica(self.strategy, distributed._replace(non_trainable=[]))
         first = replicas[0]  # what was exchanged is the same on all
 
-        outcome = strategy.extended.update(
-            state.step,
-            update_replica,
-            args=(distributed.gradients, distributed.statistics, rates, all_finite(first.losses)),
+        outcome = self.strategy.extended.update(
+            self.state.step,
+            self._apply_on_replica,
+            args=(
+                distributed.gradients,
+                distributed.non_trainable,
+                rates,
+                all_finite(first.losses),
+            ),
         )
-        updated, gradient_norm = _by_replica(strategy, outcome)[0]
+        updated, gradient_norm = _by_replica(self.strategy, outcome)[0]
 
-        num_examples = batch.labels.shape[0] * len(towers) // len(local_towers)
+        num_examples = batch.labels.shape[0] * len(self.towers) // len(self.local_towers)
         accuracy = tf.reduce_sum(first.num_correct) / num_examples
         metrics = make_step_metrics(first.losses, accuracy, updated, gradient_norm)
-        return metrics._replace(
-            gradients=as_tensors(first.gradients),
-            tower_gradients=[as_tensors(replica.tower_gradients) for replica in replicas],
-            stop_signal=None if first.signals is None else tf.reduce_max(first.signals),
-        )
+        if first.signals is not None:
+            metrics = metrics._replace(stop_signal=tf.reduce_max(first.signals))
+        results = [replica.tower_result for replica in replicas]
+        return metrics, dense_gradients(first.gradients, results)
 
-    def without_signal(batch, rates, image_size=0) -> StepMetrics:
-        return train_step(batch, rates, image_size, None)
+    def _on_replica(
+        self,
+        shards: Sequence[Batch],
+        rates: Mapping[str, tf.Tensor],
+        image_size: int,
+        stop_signal: tf.Tensor | None,
+    ) -> ReplicaResult:
+        """Run the tower of this replica, then meet the other replicas."""
+        context = tf.distribute.get_replica_context()
+        tower = self.towers[int(tf.get_static_value(context.replica_id_in_sync_group))]
+        shard = shards[self.local_towers.index(tower)]
+        with tf.name_scope(tower.name):
+            result = self.tower_step(shard, tuple(rates), image_size)
 
-    # a signal is exchanged on a cluster only, and a traced function needs each of its arguments
-    if len(local_towers) == len(towers):
-        return tf.function(without_signal, autograph=False)
-    return tf.function(train_step, autograph=False)
+        with tf.name_scope("all_reduce"):  # the replicas meet here
+            values = result.gradients, result.non_trainable
+            gradients, non_trainable = _all_reduce_mean(context, values)
+            scalars = result.losses, result.num_correct, stop_signal
+            losses, num_correct, signals = _all_gather(context, scalars, tower, len(self.towers))
+        return ReplicaResult(gradients, non_trainable, losses, num_correct, signals, result)
+
+    def _apply_on_replica(
+        self,
+        _: tf.Variable,
+        gradients: Sequence[Gradient],
+        non_trainable: Sequence[tf.Tensor | None],
+        rates: Mapping[str, tf.Tensor],
+        finite: tf.Tensor,
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Apply the update to this replica's copy of the variables."""
+        pairs = list(zip(gradients, self.state.weights, strict=True))
+        return self.state.apply(pairs, non_trainable, rates, finite)
 
 
 def towers_here(strategy: tf.distribute.Strategy, towers: Sequence[Tower]) -> list[Tower]:
@@ -172,17 +197,19 @@ def towers_here(strategy: tf.distribute.Strategy, towers: Sequence[Tower]) -> li
     return [tower for tower in towers if tower.device in mine]
 
 
-def _all_reduce_mean(
-    context: tf.distribute.ReplicaContext, tensors: Sequence[tf.Tensor | None]
-) -> list[tf.Tensor | None]:
-    """Return the means over all replicas; None and integers stay as they are."""
-    floating = [t for t in tensors if t is not None and t.dtype.is_floating]
+def _all_reduce_mean(context: tf.distribute.ReplicaContext, values: Any) -> Any:
+    """Return the means over all replicas of a structure of tensors; None and integers stay as they
+    are.
+    """
+
+    def is_reduced(leaf: Gradient) -> bool:
+        return leaf is not None and not is_integer(leaf)
+
+    leaves = tf.nest.flatten(values)
+    floating = [leaf for leaf in leaves if is_reduced(leaf)]
     reduced = iter(context.all_reduce(MEAN, floating) if floating else ())
-    means: list[tf.Tensor | None] = []
-    for tensor in tensors:
-        is_floating = tensor is not None and tensor.dtype.is_floating
-        means.append(next(reduced) if is_floating else tensor)
-    return means
+    means = [next(reduced) if is_reduced(leaf) else leaf for leaf in leaves]
+    return tf.nest.pack_sequence_as(values, means)
 
 
 def _all_gather(

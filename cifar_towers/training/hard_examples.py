@@ -22,7 +22,7 @@ from cifar_towers.towers import (
 )
 from cifar_towers.towers.placement import HOST
 from cifar_towers.training.state import TrainState, xla_compiled
-from cifar_towers.training.step import StepMetrics, Update, augment_shard, without_gradients
+from cifar_towers.training.step import StepMetrics, Update, augment_shard, copy_to_host
 
 PROXY = "proxy"  # prefix of the proxy's variables and operations, and of its values in reports
 
@@ -62,16 +62,16 @@ def make_hard_examples(
     run_towers = run_on_towers_synchronized if synchronized else run_on_towers
 
     def losses_on_tower(tower: Tower, shard: Batch, image_size: int) -> tf.Tensor:
-        def losses_of_images(shard: Batch, weights: list, statistics: list) -> tf.Tensor:
+        def losses_of_images(shard: Batch, weights: list, non_trainable: list) -> tf.Tensor:
             def on_part(part: Batch) -> tf.Tensor:
-                logits, _, _ = proxy.call(weights, statistics, part)
+                logits, _, _ = proxy.call(weights, non_trainable, part)
                 return example_loss(part.labels, logits)
 
             return run_micro_batches(on_part, shard, micro_batches, add=_join)
 
-        weights, statistics = proxy.read_variables()
-        shard = augment_shard(augmentation, shard, image_size)
-        return xla_compiled(losses_of_images, proxy.jit_compile)(shard, weights, statistics)
+        weights, non_trainable = proxy.read_variables()
+        shard = augment_shard(augmentation, image_size, shard)
+        return xla_compiled(losses_of_images, proxy.jit_compile)(shard, weights, non_trainable)
 
     def select(
         batch: Batch, rates: Mapping[str, tf.Tensor], image_size: int = 0
@@ -83,8 +83,8 @@ def make_hard_examples(
                 hardest = tf.math.top_k(tf.concat(losses, 0), count, sorted=False).indices
                 selected = gather_rows(batch, tf.sort(hardest))
         with tf.name_scope(PROXY):
-            metrics = update(batch, rates, image_size)
-        return selected, without_gradients(metrics)
+            metrics, _ = update(batch, rates, image_size)
+        return selected, copy_to_host(metrics)
 
     return HardExamples(proxy, tf.function(select, autograph=False))
 

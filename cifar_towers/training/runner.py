@@ -10,7 +10,7 @@ from tensorflow.python.eager import context, executor
 from cifar_towers.data.batches import Batch
 from cifar_towers.towers.placement import HOST
 from cifar_towers.training.hard_examples import HardExamples
-from cifar_towers.training.step import StepMetrics, without_gradients
+from cifar_towers.training.step import StepGradients, StepMetrics
 
 
 class StepInput(NamedTuple):
@@ -36,6 +36,7 @@ class FinishedStep(NamedTuple):
     rates: dict[str, float]
     image_size: int
     metrics: StepMetrics  # NumPy values, once they are read
+    gradients: StepGradients | None = None  # the same; kept for summaries only
     proxy_metrics: StepMetrics | None = None  # of the proxy's step, which chose the batch
     end: float = 0.0  # when the metrics had been read, by `time.monotonic`
 
@@ -92,8 +93,8 @@ class StepRunner:
         """Start a step, which must be traced; return the step before it, if it was not returned."""
         with context.executor_scope(self._steps):  # calls return at once; reading raises errors
             started = self._call(inputs)
-        if not keep_gradients:
-            started = started._replace(metrics=without_gradients(started.metrics))
+        if not keep_gradients:  # they take the memory of several models
+            started = started._replace(gradients=None)
         reading = self._metrics.submit(_read, started)
         finished = self.finish()
         self._unread = reading
@@ -123,22 +124,26 @@ class StepRunner:
         proxy_metrics = None
         if traced.select:
             arguments["batch"], proxy_metrics = traced.select(**arguments)
-        metrics = traced.update(**arguments)
+        metrics, gradients = traced.update(**arguments)
         return FinishedStep(
             step=inputs.step + 1,
             batch=arguments["batch"],
             rates=inputs.rates,
             image_size=inputs.image_size,
             metrics=metrics,
+            gradients=gradients,
             proxy_metrics=proxy_metrics,
         )
 
 
 def _read(started: FinishedStep) -> FinishedStep:
     """Wait for a step, and return it with its metrics as NumPy arrays and its end."""
-    metrics = to_numpy(started.metrics)
-    proxy_metrics = to_numpy(started.proxy_metrics)
-    return started._replace(metrics=metrics, proxy_metrics=proxy_metrics, end=time.monotonic())
+    return started._replace(
+        metrics=to_numpy(started.metrics),
+        gradients=to_numpy(started.gradients),
+        proxy_metrics=to_numpy(started.proxy_metrics),
+        end=time.monotonic(),
+    )
 
 
 def _arguments(inputs: StepInput) -> dict[str, Any]:

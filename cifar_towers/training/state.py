@@ -2,7 +2,6 @@
 averages. A step changes them in `TrainState.apply` only.
 """
 
-import functools
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -61,8 +60,8 @@ class TrainState:
     def read_variables(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Return (weights, non-trainable values) as tensors, read where the variables are."""
         weights = [tf.convert_to_tensor(variable) for variable in self.weights]
-        statistics = [tf.convert_to_tensor(variable) for variable in self.non_trainable]
-        return weights, statistics
+        non_trainable = [tf.convert_to_tensor(variable) for variable in self.non_trainable]
+        return weights, non_trainable
 
     def weights_of_groups(
         self, weights: Sequence[tf.Tensor], groups: Collection[str]
@@ -73,7 +72,7 @@ class TrainState:
         return [weight for weight, variable in pairs if id(variable) in active]
 
     def call(
-        self, weights: Sequence[tf.Tensor], statistics: Sequence[tf.Tensor], part: Batch
+        self, weights: Sequence[tf.Tensor], non_trainable: Sequence[tf.Tensor], part: Batch
     ) -> tuple[tf.Tensor, list[tf.Tensor | None], list[tf.Tensor]]:
         """Call the model in training, as a pure function of its variables' values.
 
@@ -86,7 +85,7 @@ class TrainState:
         variables = self.model.non_trainable_variables
         first_draw = part.draws.example_index[0] * MAX_DRAWS
         values = []
-        for variable, value in zip(variables, statistics, strict=True):
+        for variable, value in zip(variables, non_trainable, strict=True):
             if is_seed_generator_state(variable):
                 run_seed = value[0]
                 value = tf.stack([run_seed, tf.cast(first_draw, value.dtype)])
@@ -105,7 +104,7 @@ class TrainState:
     def apply(
         self,
         gradients: Sequence[tuple],
-        statistics: Sequence[tf.Tensor | None],
+        non_trainable: Sequence[tf.Tensor | None],
         rates: Mapping[str, tf.Tensor],
         finite: tf.Tensor,
     ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -117,7 +116,7 @@ class TrainState:
 
         Args:
           gradients: N x (mean gradient, variable).
-          statistics: S new non-trainable values; None leaves a variable unchanged.
+          non_trainable: S new values of these variables; None leaves a variable unchanged.
           rates: learning rates by active parameter group.
           finite: [] bool, whether the losses of all towers are finite.
 
@@ -125,35 +124,30 @@ class TrainState:
           [] bool, whether the variables were updated by the gradients; and the norm of the mean
           gradient.
         """
-        update = functools.partial(self._update, gradients, statistics, rates, finite)
+
+        def update() -> tuple[tf.Tensor, tf.Tensor]:
+            step = tf.convert_to_tensor(self.step)
+            norm = gradient_norm(gradients)
+            updated = tf.logical_and(finite, tf.math.is_finite(norm))
+
+            new_values = self.optimizer.compute_updates(gradients, rates, step)
+            for variable, value in zip(self.non_trainable, non_trainable, strict=True):
+                if value is not None:
+                    new_values.append((variable, value))
+
+            for variable, value in new_values:
+                with tf.device(variable.device):
+                    variable.assign(tf.where(updated, value, variable))
+
+            steps_done = step + 1
+            with tf.name_scope("weight_averages"):
+                self.lookahead.update(steps_done, updated)
+                self.ema.update(steps_done, updated)
+            self.step.assign(steps_done)
+            return updated, norm
+
         with tf.name_scope("apply"), tf.device(self.step.device):
             return xla_compiled(update, self.jit_compile)()
-
-    def _update(
-        self,
-        gradients: Sequence[tuple],
-        statistics: Sequence[tf.Tensor | None],
-        rates: Mapping[str, tf.Tensor],
-        finite: tf.Tensor,
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        step = tf.convert_to_tensor(self.step)
-        new_values = self.optimizer.compute_updates(gradients, rates, step)
-        for variable, value in zip(self.non_trainable, statistics, strict=True):
-            if value is not None:
-                new_values.append((variable, value))
-
-        norm = gradient_norm(gradients)
-        updated = tf.logical_and(finite, tf.math.is_finite(norm))
-        for variable, value in new_values:
-            with tf.device(variable.device):
-                variable.assign(tf.where(updated, value, variable))
-
-        steps_done = step + 1
-        with tf.name_scope("weight_averages"):
-            self.lookahead.update(steps_done, updated)
-            self.ema.update(steps_done, updated)
-        self.step.assign(steps_done)
-        return updated, norm
 
     # What evaluations and checkpoints need
 

@@ -6,7 +6,7 @@ it happens once a step.
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -36,21 +36,26 @@ class StepMetrics(NamedTuple):
     tower_losses: Any  # [K] total loss
     losses: dict[str, Any]  # by term, of the final tower only
     updated: Any  # bool: the gradients were applied; otherwise the step was skipped
-    gradients: Any = ()  # N mean gradients, None for a variable without one
-    tower_gradients: Any = ()  # for each tower of this process, its N gradients
     stop_signal: Any = None  # of several processes: the largest signal number that any passed in
+
+
+class StepGradients(NamedTuple):
+    """The gradients of one step, dense; None for a variable without one."""
+
+    mean: list  # N, over all towers
+    towers: list[list]  # N for each tower of this process
+
+
+Update: TypeAlias = Callable[..., tuple[StepMetrics, StepGradients]]
 
 
 class TowerResult(NamedTuple):
     """The result of a forward and backward pass over a tower's shard, or over a part of it."""
 
     losses: dict[str, tf.Tensor]  # means over the examples, by term
-    gradients: list[tf.Tensor | None]  # N, of the total loss, in the order of `TrainState.weights`
-    statistics: list[tf.Tensor | None]  # new non-trainable values; None for an unchanged one
+    gradients: list[Gradient]  # N, of the total loss, in the order of `TrainState.weights`
+    non_trainable: list[tf.Tensor | None]  # S new values; None for an unchanged one
     num_correct: tf.Tensor
-
-
-Update = Callable[..., StepMetrics]  # (batch, rates, image_size) -> metrics
 
 
 def make_update(
@@ -62,7 +67,7 @@ def make_update(
     micro_batches: int = 1,
     synchronized: bool = False,
 ) -> Update:
-    """Return the function of one step: (batch, rates, image_size) -> metrics.
+    """Return the function of one step: (batch, rates, image_size) -> (metrics, gradients).
 
     Its `rates` are the learning rates of the active parameter groups; no gradients are taken for
     the other groups. Its `image_size` is a Python number of pixels that images are downsampled to;
@@ -75,29 +80,29 @@ def make_update(
       synchronized: compute batch statistics over all towers in each norm, instead of over each
         tower's shard.
     """
-    train_on_tower = make_tower_fn(state, loss_fn, augmentation, micro_batches)
+    tower_step = TowerStep(state, loss_fn, augmentation, micro_batches)
     run_towers = run_on_towers_synchronized if synchronized else run_on_towers
 
-    def update(batch: Batch, rates: Mapping[str, tf.Tensor], image_size: int = 0) -> StepMetrics:
+    def update(
+        batch: Batch, rates: Mapping[str, tf.Tensor], image_size: int = 0
+    ) -> tuple[StepMetrics, StepGradients]:
         def on_tower(tower: Tower, shard: Batch) -> TowerResult:
-            return train_on_tower(shard, tuple(rates), image_size)
+            return tower_step(shard, tuple(rates), image_size)
 
         results = run_towers(on_tower, towers, split_batch(batch, towers))
 
         tower_grads = [zip(r.gradients, state.weights, strict=True) for r in results]
         gradients = average_gradients(tower_grads)  # the towers meet here
 
-        statistics = average_statistics([r.statistics for r in results], state.non_trainable)
+        non_trainable = average_non_trainable(results, state.non_trainable)
         losses = stack_losses(results)
-        updated, gradient_norm = state.apply(gradients, statistics, rates, all_finite(losses))
+        updated, gradient_norm = state.apply(gradients, non_trainable, rates, all_finite(losses))
 
         num_correct = tf.add_n([result.num_correct for result in results])
         accuracy = num_correct / batch.labels.shape[0]
         metrics = make_step_metrics(losses, accuracy, updated, gradient_norm)
-        return metrics._replace(
-            gradients=as_tensors([gradient for gradient, _ in gradients]),
-            tower_gradients=[as_tensors(result.gradients) for result in results],
-        )
+        mean_gradients = [gradient for gradient, _ in gradients]
+        return metrics, dense_gradients(mean_gradients, results)
 
     return update
 
@@ -105,45 +110,70 @@ def make_update(
 # A tower's part: it only reads variables ----------------------------------------------------------
 
 
-def make_tower_fn(
-    state: TrainState, loss_fn: Callable, augmentation: Augmentation, micro_batches: int
-) -> Callable[..., TowerResult]:
-    """Return the function (shard, groups, image_size) -> TowerResult of every tower.
+class TowerStep:
+    """A tower's part of the step: augment its shard, then compute losses, gradients and new
+    non-trainable values.
 
-    With `state.jit_compile`, XLA compiles it. If the augmentation has a function of the user's,
-    which may use operations that XLA lacks, all of the augmentation runs before, uncompiled.
+    With `state.jit_compile`, XLA compiles both parts, but no augmentation with a function of the
+    user's, which may use operations that XLA lacks.
     """
 
-    def train_on_tower(shard: Batch, groups: Collection[str], image_size: int) -> TowerResult:
-        weights, statistics = state.read_variables()
-        if augmentation.own:
-            shard = augment_shard(augmentation, shard, image_size)
-            train = functools.partial(train_on_images, groups=groups)
-        else:
-            train = functools.partial(augment_and_train, groups=groups, image_size=image_size)
-        return xla_compiled(train, state.jit_compile)(shard, weights, statistics)
+    def __init__(
+        self,
+        state: TrainState,
+        loss_fn: Callable,
+        augmentation: Augmentation,
+        micro_batches: int,
+    ):
+        self.state = state
+        self.loss_fn = loss_fn
+        self.augmentation = augmentation
+        self.micro_batches = micro_batches
 
-    def augment_and_train(
-        shard: Batch, weights: list, statistics: list, groups: Collection[str], image_size: int
-    ) -> TowerResult:
-        shard = augment_shard(augmentation, shard, image_size)
-        return train_on_images(shard, weights, statistics, groups)
+    def __call__(self, shard: Batch, groups: Collection[str], image_size: int) -> TowerResult:
+        """Train on a shard: gradients are taken for the weights of some parameter groups."""
+        weights, non_trainable = self.state.read_variables()
+        jit_compile = self.state.jit_compile
 
-    def train_on_images(
-        shard: Batch, weights: list, statistics: list, groups: Collection[str]
+        augment = functools.partial(augment_shard, self.augmentation, image_size)
+        shard = xla_compiled(augment, jit_compile and not self.augmentation.own)(shard)
+
+        accumulate = functools.partial(self.accumulate, groups)
+        return xla_compiled(accumulate, jit_compile)(shard, weights, non_trainable)
+
+    def accumulate(
+        self,
+        groups: Collection[str],
+        shard: Batch,
+        weights: list[tf.Tensor],
+        non_trainable: list[tf.Tensor],
     ) -> TowerResult:
+        """Run forward and backward on each micro-batch, and return the mean of the results."""
+
         def on_part(part: Batch) -> TowerResult:
-            return forward_backward(state, loss_fn, groups, part, weights, statistics)
+            return self.forward_backward(groups, part, weights, non_trainable)
 
-        total = run_micro_batches(on_part, shard, micro_batches, add_results)
-        if micro_batches == 1:
-            return total
-        return mean_of_results(total, micro_batches)
+        total = run_micro_batches(on_part, shard, self.micro_batches, add_results)
+        return mean_of_results(total, self.micro_batches)
 
-    return train_on_tower
+    def forward_backward(
+        self,
+        groups: Collection[str],
+        part: Batch,
+        weights: list[tf.Tensor],
+        non_trainable: list[tf.Tensor],
+    ) -> TowerResult:
+        """Compute the result for augmented examples: a pure function."""
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(self.state.weights_of_groups(weights, groups))
+            logits, new_values, layer_losses = self.state.call(weights, non_trainable, part)
+            losses = self.loss_fn(part.labels, logits, weights, layer_losses)
+        with tf.name_scope("backward"):
+            gradients = tape.gradient(losses["total_loss"], weights)
+        return TowerResult(losses, gradients, new_values, count_correct(part.labels, logits))
 
 
-def augment_shard(augmentation: Augmentation, shard: Batch, image_size: int) -> Batch:
+def augment_shard(augmentation: Augmentation, image_size: int, shard: Batch) -> Batch:
     """Return a shard with augmented images. The augmentation may change the labels too."""
     images, labels = augmentation.augment_with_labels(
         shard.images, shard.labels, shard.draws, image_size
@@ -151,79 +181,62 @@ def augment_shard(augmentation: Augmentation, shard: Batch, image_size: int) -> 
     return shard._replace(images=images, labels=labels)
 
 
-def forward_backward(
-    state: TrainState,
-    loss_fn: Callable,
-    groups: Collection[str],
-    part: Batch,
-    weights: list[tf.Tensor],
-    statistics: list[tf.Tensor],
-) -> TowerResult:
-    """Compute losses, gradients and new statistics from augmented examples: a pure function.
-
-    Gradients are taken for the weights of the given parameter groups only.
-    """
-    with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(state.weights_of_groups(weights, groups))
-        logits, new_statistics, layer_losses = state.call(weights, statistics, part)
-        losses = loss_fn(part.labels, logits, weights, layer_losses)
-    with tf.name_scope("backward"):
-        gradients = tape.gradient(losses["total_loss"], weights)
-
-    labels = part.labels
-    classes = labels if labels.shape.rank == 1 else tf.argmax(labels, -1)  # the most likely ones
+def count_correct(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+    """Return how often the largest logit is that of the label, or of the label's largest share."""
+    classes = labels if labels.shape.rank == 1 else tf.argmax(labels, -1)
     correct = tf.equal(classes, tf.argmax(logits, -1))
-    num_correct = tf.reduce_sum(tf.cast(correct, tf.float32))
-    return TowerResult(losses, gradients, new_statistics, num_correct)
+    return tf.reduce_sum(tf.cast(correct, tf.float32))
 
 
 # Gradient accumulation: the sum of the results of micro-batches, and their mean -------------------
 
 
 def add_results(total: TowerResult, result: TowerResult) -> TowerResult:
-    """Add the result of a micro-batch to the sum so far. Integer statistics keep the last value."""
-    losses = {term: total.losses[term] + loss for term, loss in result.losses.items()}
-    gradients = []
-    for old, new in zip(total.gradients, result.gradients, strict=True):
-        gradients.append(add_gradients(old, new))
-    statistics = []
-    for old, new in zip(total.statistics, result.statistics, strict=True):
-        statistics.append(old + new if is_float(old) and is_float(new) else new)
-    return TowerResult(losses, gradients, statistics, total.num_correct + result.num_correct)
+    """Add the result of a micro-batch to the sum so far."""
+
+    def add(old: Gradient, new: Gradient) -> Gradient:
+        if is_integer(new):
+            return new  # a counter or a seed keeps its last value
+        return weighted_sum([old, new], [1.0, 1.0], device="")
+
+    return tf.nest.map_structure(add, total, result)
 
 
 def mean_of_results(total: TowerResult, count: int) -> TowerResult:
     """Return the result over a shard from the sum over its `count` micro-batches."""
-    losses = {term: loss / count for term, loss in total.losses.items()}
-    gradients = [weighted_sum([sums], [1 / count], device="") for sums in total.gradients]
-    statistics = [value / count if is_float(value) else value for value in total.statistics]
-    return TowerResult(losses, gradients, statistics, total.num_correct)
+    if count == 1:
+        return total
+
+    def divide(value: Gradient) -> Gradient:
+        if is_integer(value):
+            return value
+        return weighted_sum([value], [1 / count], device="")
+
+    means = tf.nest.map_structure(divide, total)
+    return means._replace(num_correct=total.num_correct)
 
 
-def add_gradients(old: Gradient, new: Gradient) -> Gradient:
-    """Return the sum of two gradients, each of which may be None or sparse."""
-    return weighted_sum((old, new), (1.0, 1.0), device="")
-
-
-def is_float(value: tf.Tensor | None) -> TypeGuard[tf.Tensor]:
-    """Return whether a value is there and floating."""
-    return value is not None and value.dtype.is_floating
+def is_integer(value: Gradient) -> bool:
+    """Return whether a value is there and an integer."""
+    return value is not None and value.dtype.is_integer
 
 
 # What the towers' results become ------------------------------------------------------------------
 
 
-def average_statistics(
-    tower_values: Sequence[Sequence[tf.Tensor | None]], variables: Sequence[tf.Variable]
+def average_non_trainable(
+    results: Sequence[TowerResult], variables: Sequence[tf.Variable]
 ) -> list[tf.Tensor | None]:
-    """Average the new values of S non-trainable variables over the towers, on the variable's
+    """Average the new values of S non-trainable variables over the towers, each on its variable's
     device. Integers keep the final tower's value; None stands for an unchanged one.
     """
+    tower_values = [result.non_trainable for result in results]
     averaged: list[tf.Tensor | None] = []
     with tf.name_scope("average_statistics"):
         for variable, *values in zip(variables, *tower_values, strict=True):
-            if not is_float(values[-1]):
-                averaged.append(values[-1])
+            last = values[-1]
+            if last is None or is_integer(last):
+                averaged.append(last)
                 continue
             with tf.device(variable.device):
                 averaged.append(average_tensors(values))
@@ -250,9 +263,9 @@ def make_step_metrics(
     updated: tf.Tensor,
     gradient_norm: tf.Tensor,
 ) -> StepMetrics:
-    """Return the metrics of a step, without gradients, from the losses [K] by term."""
+    """Return the metrics of a step from the losses [K] by term."""
     with tf.name_scope("metrics"):
-        metrics = StepMetrics(
+        return StepMetrics(
             loss=tf.reduce_mean(losses["cross_entropy"]),
             accuracy=accuracy,
             gradient_norm=gradient_norm,
@@ -260,40 +273,46 @@ def make_step_metrics(
             losses={term: values[-1] for term, values in losses.items()},
             updated=updated,
         )
-    return copy_to_host(metrics)
+
+
+def dense_gradients(
+    mean_gradients: Sequence[Gradient], results: Sequence[TowerResult]
+) -> StepGradients:
+    """Return the mean gradients and the towers', sparse ones as dense tensors."""
+
+    def dense(gradient: Gradient) -> tf.Tensor | None:
+        return None if gradient is None else tf.convert_to_tensor(gradient)
+
+    towers = [[dense(gradient) for gradient in result.gradients] for result in results]
+    return StepGradients([dense(gradient) for gradient in mean_gradients], towers)
+
+
+# The function that is traced ----------------------------------------------------------------------
+
+
+def as_tf_function(update: Update, compile_whole: bool = False) -> Any:
+    """Return an update as the `tf.function` of a step, whose metrics are copied to the host.
+
+    With `compile_whole`, XLA compiles all of the update. There must then be one tower, with all
+    variables on its device.
+    """
+    compiled = xla_compiled(update, compile_whole)
+
+    @functools.wraps(update)
+    def train_step(*args, **kwargs) -> tuple[StepMetrics, StepGradients]:
+        metrics, gradients = compiled(*args, **kwargs)
+        return copy_to_host(metrics), gradients
+
+    return tf.function(train_step, autograph=False)
 
 
 def copy_to_host(metrics: StepMetrics) -> StepMetrics:
-    """Copy all metrics except gradients to the host in the graph. Without this, reading each of
-    them would be a separate copy from the GPU.
+    """Copy metrics to the host in the graph. Without this, reading each of them would be a separate
+    copy from the GPU.
     """
-    scalars = without_gradients(metrics)
+
+    def copy(value: tf.Tensor | None) -> tf.Tensor | None:
+        return None if value is None else tf.identity(value)
+
     with tf.name_scope("metrics"), tf.device(HOST):
-        copies = tf.nest.map_structure(
-            lambda value: None if value is None else tf.identity(value), scalars
-        )
-    return copies._replace(gradients=metrics.gradients, tower_gradients=metrics.tower_gradients)
-
-
-def without_gradients(metrics: StepMetrics) -> StepMetrics:
-    """Return the metrics without their gradients, which take the memory of several models."""
-    return metrics._replace(gradients=(), tower_gradients=())
-
-
-def as_tensors(gradients: Sequence[Any]) -> list[tf.Tensor | None]:
-    """Return gradients as dense tensors."""
-    return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
-
-
-def compile_whole(update: Update) -> Update:
-    """Return an update as one function compiled by XLA. There must be one tower, with all variables
-    on its device.
-    """
-    compiled = xla_compiled(update, jit_compile=True)
-
-    def compiled_update(
-        batch: Batch, rates: Mapping[str, tf.Tensor], image_size: int = 0
-    ) -> StepMetrics:
-        return copy_to_host(compiled(batch, rates, image_size))
-
-    return compiled_update
+        return tf.nest.map_structure(copy, metrics)

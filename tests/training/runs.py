@@ -30,6 +30,7 @@ class Run:
         self.state, self.train_step, self.hard_examples = build.make_training(setup, augmentation)
         self.selected = None  # the hard examples of the last step
         self.proxy_metrics = None
+        self.gradients = None  # of the last step
 
     def rates(self, step=0, rate=None):
         """Return the recipe's learning rates of a step, or `rate` for all groups that are active in
@@ -51,7 +52,8 @@ class Run:
             batch, proxy_metrics = self.hard_examples.select(batch, rates, **options)
             self.selected = to_numpy(batch)
             self.proxy_metrics = to_numpy(proxy_metrics)
-        return to_numpy(self.train_step(batch, rates, **options))
+        metrics, self.gradients = to_numpy(self.train_step(batch, rates, **options))
+        return metrics
 
     def traced(self):
         """Return the functions of the first step: of the selection of hard examples, and the

@@ -10,6 +10,7 @@ from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.towers import split_batch
 from cifar_towers.training import build, diagnostics
 from cifar_towers.training.runner import FinishedStep
+from cifar_towers.training.step import StepGradients
 from tests.training.runs import Run
 
 SETTINGS = {
@@ -47,7 +48,8 @@ def test_gradients_and_images_are_those_of_their_step(towers, examples, count, s
     reference, augmentation, _ = make_run(towers(count), examples)
     batch, model = run.batches.at(0), reference.state.model
     rates = {name: rate for name, rate in run.rates().items() if name != "biases"}
-    found = diagnose(FinishedStep(1, batch, {}, 32, run.step(0, batch, rates, image_size=32)))
+    metrics = run.step(0, batch, rates, image_size=32)
+    found = diagnose(FinishedStep(1, batch, {}, 32, metrics, run.gradients))
     shards = split_batch(batch, run.towers)
     loss_fn = build.make_loss_fn(run.config, model)
 
@@ -90,7 +92,7 @@ def test_images_are_those_that_the_model_saw(towers, examples, tmp_path):
     batch = run.batches.at(0)
     metrics = run.step(0, batch)
     selected = tf.nest.map_structure(tf.constant, run.selected)
-    found = diagnose(FinishedStep(1, selected, {}, 32, metrics))
+    found = diagnose(FinishedStep(1, selected, {}, 32, metrics, run.gradients))
     rows = run.selected.draws.example_index - batch.draws.example_index.numpy()[0]
     images = -augmentation.augment(batch.images, batch.draws).numpy()[rows]
     np.testing.assert_allclose(found.images, images, atol=1e-5)
@@ -103,10 +105,11 @@ def diagnose_model(model, towers, examples):
     """
     run, augmentation, _ = make_run(towers, examples)
     batch = run.batches.at(0)
-    gradients = [variable.numpy() for variable in model.trainable_variables]
-    metrics = run.step(0, batch)._replace(gradients=gradients, tower_gradients=[gradients])
+    weights = [variable.numpy() for variable in model.trainable_variables]
+    gradients = StepGradients(weights, [weights])
+    metrics = run.step(0, batch)
     diagnoser = diagnostics.Diagnoser(model, augmentation, towers)
-    found = diagnoser.diagnose(FinishedStep(1, batch, {}, 24, metrics))
+    found = diagnoser.diagnose(FinishedStep(1, batch, {}, 24, metrics, gradients))
     return found, augmentation.augment(batch.images, batch.draws)
 
 

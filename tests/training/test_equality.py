@@ -17,10 +17,10 @@ from cifar_towers.data.batches import Batches
 from cifar_towers.models.layers import Activation, BatchNorm, Conv2D, synchronize
 from cifar_towers.towers import variable_placement
 from cifar_towers.towers.placement import PLACEMENTS
-from cifar_towers.training.distributed_step import make_mirrored_step, make_strategy
+from cifar_towers.training.distributed_step import MirroredStep, make_strategy
 from cifar_towers.training.optimizers import Momentum, Optimizer, ParamGroup
 from cifar_towers.training.state import TrainState
-from cifar_towers.training.step import make_update
+from cifar_towers.training.step import as_tf_function, make_update
 
 pytestmark = pytest.mark.gpu
 STEPS, BATCH, RATE, MOMENTUM, BOUND = 4, 48, 0.1, 0.9, 1e-4
@@ -88,15 +88,14 @@ def combined(strategy, placement, towers, batches, synchronized=False, **options
         mirrored = make_strategy(towers)
         with mirrored.scope():
             state = make_state(synchronized)
-        step = make_mirrored_step(mirrored, state, towers, loss_fn, AUGMENTATION, **options)
+        update = MirroredStep(mirrored, state, towers, loss_fn, AUGMENTATION, **options).update
     else:
         with variable_placement(placement, towers):
             state = make_state(synchronized)
         update = make_update(
             state, towers, loss_fn, AUGMENTATION, synchronized=synchronized, **options
         )
-        step = tf.function(update, autograph=False)
-    return after_steps(state, step, batches)
+    return after_steps(state, as_tf_function(update), batches)
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,9 @@ def finished(step, finite, proxy_finite=True):
     def metrics(finite):
         return SimpleNamespace(updated=finite, tower_losses=np.array([0.0 if finite else np.nan]))
 
-    return FinishedStep(step, np.array([7, 8]), {}, 32, metrics(finite), metrics(proxy_finite))
+    return FinishedStep(
+        step, np.array([7, 8]), {}, 32, metrics(finite), proxy_metrics=metrics(proxy_finite)
+    )
 
 
 def test_skipped_steps_are_counted_in_all_and_in_a_row(towers):

@@ -15,7 +15,7 @@ from cifar_towers.towers.placement import tower_devices
 from cifar_towers.training import build
 from cifar_towers.training.losses import OWN
 from cifar_towers.training.runner import StepInput, StepRunner
-from cifar_towers.training.step import StepMetrics
+from cifar_towers.training.step import StepGradients, StepMetrics
 from tests import operations
 from tests.configs import TINY_NET, net, recipe
 from tests.training.runs import Run
@@ -286,7 +286,7 @@ def test_a_step_runs_while_the_host_goes_on():
     def train_step(batch, **_):
         tf.debugging.assert_equal(batch, 0)
         loss = tf.numpy_function(lambda: np.float32(allowed.wait(60)), [], tf.float32)
-        return StepMetrics(loss, *[None] * 5)
+        return StepMetrics(loss, *[None] * 5), StepGradients([], [])
 
     runner = StepRunner(train_step)
     inputs = [StepInput(step, tf.constant(step), {}, 24) for step in range(3)]
