@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -12,6 +13,7 @@ from cifar_towers.callbacks import Callbacks
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.data import sources
+from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.errors import (
     DataError,
@@ -160,6 +162,21 @@ def finish(step: int, saved: bool, run: "Training") -> dict:
     return result
 
 
+def describe_computation(setup: RunSetup) -> dict[str, Any]:
+    """Return what the bits of a run depend on besides its recipe and data. A resumed run may differ
+    in it, and says so.
+    """
+    return {
+        "precision": setup.precision,
+        "towers": len(setup.towers),
+        # 0: as TensorFlow chooses
+        "threads": tf.config.threading.get_intra_op_parallelism_threads(),
+        "strategy": setup.config.strategy,
+        "jit_compile": setup.config.jit_compile,
+        **code_facts(setup.config),
+    }
+
+
 class Training:
     """One run in memory: the parts that train it, and what happens around a step.
 
@@ -187,49 +204,47 @@ class Training:
         self.config = setup.config
         self.workers = setup.workers
         self.length = setup.length
-        config, train, length = setup.config, setup.dataset.train, setup.length
 
-        num_rows = config.examples_drawn * len(setup.local_towers) // len(setup.towers)
-        rows = self.workers.index * num_rows, num_rows
-        self.batches = build.make_batches(config, train, rows, setup.local_towers)
-        augmentation = build.make_own_augmentation(config, train.info)
+        augmentation = build.make_own_augmentation(self.config, setup.dataset.info)
+        self.batches = build.make_batches(
+            self.config, setup.dataset.train, setup.rows, setup.local_towers
+        )
+        self.image_size_at = build.make_image_size_fn(self.config, self.length)
         self.state, train_step, hard_examples = build.make_training(setup, augmentation)
-        self.image_size_at = build.make_image_size_fn(config, length)
         self.runner = StepRunner(train_step, hard_examples)
+
         self.variables = self.state.named_variables()
         if hard_examples:
             for name, variable in hard_examples.proxy.named_variables().items():
                 self.variables[f"{PROXY}.{name}"] = variable
-        self.diagnoser = Diagnoser(self.state.model, augmentation, setup.local_towers)
-        self.health = Health(setup.towers)
+
         self.logger = RunLogger(setup, self.state.model, timer)
         self.log = self.logger.log
-        show = functools.partial(self.logger.progress.activity, "evaluating")
-        classify = make_classify_fn(
-            self.state.model, setup.local_towers, augmentation, self.workers, show
-        )
-        self.evaluator = Evaluator(
-            functools.partial(score_split, classify),
-            {"validation": setup.dataset.validation, "test": setup.dataset.test},
-            self.state.evaluation_weights(),
-            config.evaluate_every_steps(length),
-            length.last,
-            config.tta,
-        )
-        # what else its numbers depend on, besides recipe and data; a resumed run may differ in it
-        self.facts = {
-            "precision": setup.precision,
-            "towers": len(setup.towers),
-            # 0: as TensorFlow chooses
-            "threads": tf.config.threading.get_intra_op_parallelism_threads(),
-            "strategy": config.strategy,
-            "jit_compile": config.jit_compile,
-            **code_facts(config),
-        }
+        self.health = Health(setup.towers)
+        self.diagnoser = Diagnoser(self.state.model, augmentation, setup.local_towers)
+        self.evaluator = self.make_evaluator(augmentation)
+
+        self.facts = describe_computation(setup)
         self.evaluations: list[dict] = []
         self.unlogged: list[FinishedStep] = []
         self.reached = 0.0
         self.stop_signal = 0
+
+    def make_evaluator(self, augmentation: Augmentation) -> Evaluator:
+        """Return the evaluator of the run's splits, which classifies on the towers."""
+        show_progress = functools.partial(self.logger.progress.activity, "evaluating")
+        classify = make_classify_fn(
+            self.state.model, self.setup.local_towers, augmentation, self.workers, show_progress
+        )
+        dataset = self.setup.dataset
+        return Evaluator(
+            functools.partial(score_split, classify),
+            {"validation": dataset.validation, "test": dataset.test},
+            self.state.evaluation_weights(),
+            self.config.evaluate_every_steps(self.length),
+            self.length.last,
+            self.config.tta,
+        )
 
     # The start of a run
 

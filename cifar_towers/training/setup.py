@@ -36,6 +36,12 @@ class RunSetup:
     workers: Workers
     length: RunLength
 
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Return (first, count) of the rows of each batch that this process draws."""
+        count = self.config.examples_drawn * len(self.local_towers) // len(self.towers)
+        return self.workers.index * count, count
+
 
 def set_up(
     config: TrainConfig, source: sources.Source, devices: tuple, workers: Workers
