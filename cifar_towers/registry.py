@@ -2,16 +2,17 @@
 the user's own.
 
 A function is named as `path/to/file.py:function` or `package.module:function`. A file is executed
-each time one of its functions is loaded. A module is imported once, as Python does. This module
-does not import TensorFlow.
+each time one of its functions is loaded. A module, and what a file imports, is imported once, as
+Python does. This module does not import TensorFlow.
 """
 
 import contextlib
+import hashlib
 import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ OPTIMIZERS = (
     "muon",
     "adamw",
 )  # `training.optimizers.make_optimizer` has the update rules of each
+FUNCTIONS = ("model", "augment", "loss")  # settings that may name a function of the user's
 BUILT_IN = ("cifar10", "synthetic", "auto")
 PREFIXES = FOLDER, CSV, NPZ = "folder:", "csv:", "npz:"  # of the names of data sets at a path
 
@@ -117,9 +119,12 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     """Import the function that a setting names. What its file or module raises is not caught.
 
     Raises:
-      UsageError: there is no such file, module or function.
+      UsageError: there is no such file, module or function; or Python has imported another version
+        of a module from its folder, or another module by that name.
     """
     path, (source, function) = find_source(setting, name), split_function(name) or ("", "")
+    if path:
+        _check_imported(f"{setting}={name}", path, source)
     if path and source.endswith(".py"):
         spec = importlib.util.spec_from_file_location(
             str(path), path
@@ -131,9 +136,103 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     else:
         with _searched_first(""):
             module = importlib.import_module(source)
+    for imported in _imported_beside(path, source):
+        _digests_at_import.setdefault(imported, _sha256(imported))
     if not callable(getattr(module, function, None)):
         raise UsageError(f"{setting}={name}: {source} has no function {function}")
     return getattr(module, function)
+
+
+def code_digests(setting: str, name: str) -> dict[str, str]:
+    """Return the SHA-256 of the code behind a function, by file: its own, and those that were
+    imported from its folder, or from its package if it is in one. Load the function first.
+
+    The files are called by their path in that folder. Names without a file have no digests.
+    """
+    path = find_source(setting, name)
+    if not path:
+        return {}
+    source, _ = split_function(name) or ("", "")
+    folder = _folder(path, source)
+    paths = {path, *_imported_beside(path, source)}
+    return {str(path.relative_to(folder)): _sha256(path) for path in sorted(paths)}
+
+
+def is_unchanged(setting: str, name: str, digests: Mapping[str, str]) -> bool:
+    """Return whether the files of earlier `code_digests` have these contents now. Nothing is
+    loaded.
+    """
+    path = find_source(setting, name)
+    if not path:
+        return not digests
+    source, _ = split_function(name) or ("", "")
+    folder = _folder(path, source)
+    for file, digest in digests.items():
+        if not (folder / file).is_file() or _sha256(folder / file) != digest:
+            return False
+    return bool(digests)
+
+
+# SHA-256 of each file of the user's that Python imported, when it was seen first
+_digests_at_import: dict[Path, str] = {}
+
+
+def _check_imported(asked: str, path: Path, source: str) -> None:
+    """Raise UsageError if Python would not import what is in a function's folder now."""
+    for imported in _imported_beside(path, source):
+        if _digests_at_import.get(imported, _sha256(imported)) != _sha256(imported):
+            raise UsageError(f"{asked}: {imported} was edited after its import; restart Python")
+
+    folder = _folder(path, source)
+    for module_name, file in _imported_files():
+        is_other = file in _digests_at_import and folder not in file.parents
+        beside = folder.joinpath(*module_name.split("."))
+        if is_other and (beside.with_suffix(".py").exists() or beside.is_dir()):
+            raise UsageError(
+                f"{asked}: Python has imported {file} as {module_name}, a name that {folder} has, "
+                "too; restart Python"
+            )
+
+
+def _imported_beside(path: Path | None, source: str) -> list[Path]:
+    """Return the files of imported modules that are in the folder or the package of a function."""
+    if not path:
+        return []
+    folder = _folder(path, source)
+    is_in_package = "." in source and not source.endswith(".py")
+    package = source.partition(".")[0]
+
+    beside = []
+    for name, file in _imported_files():
+        top_level, *parts = name.split(".")
+        depth = len(parts) + (1 if file.name == "__init__.py" else 0)
+        is_in_folder = len(file.parents) > depth and file.parents[depth] == folder
+        if is_in_folder and (top_level == package or not is_in_package):
+            beside.append(file)
+    return beside
+
+
+def _imported_files() -> list[tuple[str, Path]]:
+    """Return (name, file) of the imported modules, but for the main program and this package."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        is_apart = name.partition(".")[0] in ("__main__", "cifar_towers")
+        if file.endswith(".py") and "/" not in name and not is_apart:
+            found.append((name, Path(file)))
+    return found
+
+
+def _folder(path: Path, source: str) -> Path:
+    """Return the folder that a function's file imports from: its own, or that of its package."""
+    if source.endswith(".py"):
+        return path.parent
+    depth = source.count(".") + (1 if path.name == "__init__.py" else 0)
+    return path.parents[depth]
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -2,10 +2,12 @@
 modules.
 """
 
+import sys
+
 import pytest
 
 from cifar_towers.errors import UsageError
-from cifar_towers.registry import find_source, load_function
+from cifar_towers.registry import code_digests, find_source, is_unchanged, load_function
 
 NETS = "from blocks import number\n\nleft_out = 3\n\ndef make():\n    return number\n"
 
@@ -26,7 +28,10 @@ def directory(tmp_path, monkeypatch):
     (tmp_path / "b/nets.py").write_text(NETS.replace("blocks", "usercode_blocks"))
     (tmp_path / "b/usercode_blocks.py").write_text("number = 'b'\n")
     (tmp_path / "b/broken.py").write_text("import os; os.abort()\n")
-    return tmp_path
+    imported = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - imported:
+        del sys.modules[name]
 
 
 def test_functions_of_files_and_modules(directory):
@@ -54,6 +59,40 @@ def test_functions_of_files_and_modules(directory):
 def test_a_missing_file_module_or_function_is_a_usage_error(directory, name, mention):
     with pytest.raises(UsageError, match=f"^model={name}: .*{mention}"):
         load_function("model", name)
+
+
+def test_the_code_of_a_function_is_what_its_file_imported_from_its_folder(directory, monkeypatch):
+    """An edited helper is noticed without loading anything, and in this process refused, as is a
+    helper of another folder by the same name.
+    """
+    for place in ("one", "two"):
+        (directory / place / "usercode_parts").mkdir(parents=True)
+        (directory / place / "usercode_parts/block.py").write_text("number = 1\n")
+        (directory / place / "unused.py").write_text("")
+        (directory / place / "net.py").write_text(
+            "import json, usercode_parts.block\n\ndef make():\n    return 1\n"
+        )
+    load_function("model", "one/net.py:make")
+    digests = code_digests("model", "one/net.py:make")
+    assert list(digests) == ["net.py", "usercode_parts/block.py"]
+    assert is_unchanged("model", "one/net.py:make", digests)
+    with pytest.raises(
+        UsageError, match=r"^loss=two/net.py:make: .*one/usercode_parts/block.py as"
+    ):
+        load_function("loss", "two/net.py:make")
+
+    (directory / "one/usercode_parts/block.py").write_text("number = 2\n")
+    assert not is_unchanged("model", "one/net.py:make", digests)
+    with pytest.raises(UsageError, match="^model=one/net.py:make: .*block.py was edited"):
+        load_function("model", "one/net.py:make")
+
+    packaged = "usercode_package.nets:make"
+    load_function("model", packaged)
+    assert list(code_digests("model", packaged)) == [
+        "usercode_package/__init__.py",
+        "usercode_package/nets.py",
+    ]
+    assert code_digests("model", "speednet94") == {} and is_unchanged("model", "speednet94", {})
 
 
 def test_what_a_file_raises_is_not_caught(directory):

@@ -15,7 +15,7 @@ from absl import flags as absl_flags
 from cifar_towers.config.settings import Config, Settings, title_of
 from cifar_towers.config.train_config import TrainConfig
 from cifar_towers.errors import UsageError
-from cifar_towers.registry import find_source
+from cifar_towers.registry import FUNCTIONS, find_source
 
 DEFAULT_RECIPE = "speed94"
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -39,7 +39,6 @@ BASIC = (  # settings of a training that --help lists; --helpfull has all
 )
 HELP = ("-h", "--help", "--helpfull")
 PATHS = ("train_dir", "init_from", "out", "runs_dir")  # a shell leaves the ~ after `--train_dir=`
-FUNCTIONS = ("model", "augment", "loss")  # settings that may name a function of the user's
 DEFINE = {
     bool: absl_flags.DEFINE_boolean,
     int: absl_flags.DEFINE_integer,

@@ -7,11 +7,10 @@ the message names the setting.
 
 import dataclasses
 import functools
-import hashlib
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,10 @@ from cifar_towers.config.settings import (
 )
 from cifar_towers.errors import UsageError, count
 from cifar_towers.registry import (
+    FUNCTIONS,
     MODELS,
     OPTIMIZERS,
     check_function_name,
-    find_source,
     split_function,
     split_path,
 )
@@ -554,15 +553,26 @@ def shared_settings(config: TrainConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names_of(RECIPE, SEED, EXPERIMENT, RUN)}
 
 
-def code_digests(
-    config: TrainConfig, settings: Sequence[str] = ("model", "augment", "loss")
-) -> dict[str, str]:
-    """Return the SHA-256 of the files of the user's functions that decide what is trained, by
-    setting.
+def code_digests(config: TrainConfig) -> dict[str, str]:
+    """Return the SHA-256 of the code of the user's functions that decide what is trained, as
+    `<setting>/<file>`; see `registry.code_digests`. Load the functions first.
     """
-    paths = {setting: find_source(setting, getattr(config, setting)) for setting in settings}
-    return {
-        setting: hashlib.sha256(path.read_bytes()).hexdigest()
-        for setting, path in paths.items()
-        if path
-    }
+    digests = {}
+    for name in FUNCTIONS:
+        for file, digest in registry.code_digests(name, getattr(config, name)).items():
+            digests[f"{name}/{file}"] = digest
+    return digests
+
+
+def is_code_unchanged(
+    config: TrainConfig, digests: Mapping[str, str], settings: Sequence[str] = FUNCTIONS
+) -> bool:
+    """Return whether the code of the user's functions is that of earlier digests."""
+    for name in settings:
+        of_setting = {}
+        for file, digest in digests.items():
+            if file.startswith(f"{name}/"):
+                of_setting[file.removeprefix(f"{name}/")] = digest
+        if not registry.is_unchanged(name, getattr(config, name), of_setting):
+            return False
+    return True

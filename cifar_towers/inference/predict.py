@@ -11,7 +11,7 @@ import numpy as np
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import ComputeConfig, PredictConfig, TrainedRunConfig
-from cifar_towers.config.train_config import code_digests
+from cifar_towers.config.train_config import is_code_unchanged
 from cifar_towers.data import image_files
 from cifar_towers.data.dataset import DatasetInfo
 from cifar_towers.errors import DataError, UsageError, printable
@@ -21,7 +21,7 @@ from cifar_towers.files import to_json
 from cifar_towers.hardware import choose_precision
 from cifar_towers.models.keras_models import variable_values
 from cifar_towers.runs.checkpoint import find_checkpoint, read_checkpoint
-from cifar_towers.runs.directory import assign
+from cifar_towers.runs.directory import assign, saved_code
 from cifar_towers.runs.run import load_run
 from cifar_towers.training import build
 
@@ -85,9 +85,7 @@ class TrainedModel:
         }
         of_model = {name: value for name, value in values.items() if name.startswith(prefix)}
         assign(variables, of_model, self.run.directory)
-        if code_digests(self.config, ["model"]).get("model") != self.metadata["facts"].get(
-            "code of model"
-        ):
+        if not is_code_unchanged(self.config, saved_code(self.metadata), ["model"]):
             log.warning(
                 "%s was trained with other code than that of model=%s",
                 self.run.directory,

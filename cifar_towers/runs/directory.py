@@ -16,7 +16,7 @@ import numpy as np
 
 from cifar_towers import files
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.train_config import code_digests, recipe_fields
+from cifar_towers.config.train_config import code_digests, is_code_unchanged, recipe_fields
 from cifar_towers.errors import DataError, DivergedError, UsageError, error_text, listed
 from cifar_towers.runs.checkpoint import (
     DAMAGED,
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_INTERVAL_SECONDS = 30.0  # between checkpoints where no number of steps is asked for
 ADVICE = "give --overwrite with a smaller --learning_rate"  # for a run that diverged
+CODE_OF = "code of "  # how the facts about code of the user's are called
 MAX_TIME_FRACTION = 0.01  # of the run's time that saving may take there
 
 Saved = tuple[
@@ -61,9 +62,7 @@ class RunDirectory:
         if not self.saved or result.get("dataset") != dataset:
             return None
         _, metadata = self.saved
-        if (
-            not code_facts(self._config).items() <= metadata["facts"].items()
-        ):  # a function of the user's was edited
+        if not is_code_unchanged(self._config, saved_code(metadata)):
             return None
         at_end = metadata["step"] >= self._config.run_length(metadata["steps_per_epoch"]).last
         at_target = 0 < self._config.target_accuracy <= (result["reached"] or 0)
@@ -220,7 +219,13 @@ def _check_recipe(config: TrainConfig, metadata: Mapping[str, Any]) -> None:
 
 def code_facts(config: TrainConfig) -> dict[str, str]:
     """Return what a checkpoint stores of the code of the user's functions."""
-    return {f"code of {setting}": digest for setting, digest in code_digests(config).items()}
+    return {f"{CODE_OF}{name}": digest for name, digest in code_digests(config).items()}
+
+
+def saved_code(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digests of `code_facts` in a checkpoint's metadata."""
+    facts = metadata["facts"].items()
+    return {name.removeprefix(CODE_OF): value for name, value in facts if name.startswith(CODE_OF)}
 
 
 def assign(variables: Mapping[str, Any], values: Mapping[str, np.ndarray], directory: Path) -> None:

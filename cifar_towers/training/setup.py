@@ -17,6 +17,7 @@ from cifar_towers.data import sources
 from cifar_towers.data.dataset import Dataset
 from cifar_towers.hardware import choose_precision
 from cifar_towers.multi_worker.cluster_spec import Workers
+from cifar_towers.registry import FUNCTIONS, load_function, split_function
 from cifar_towers.towers import Tower
 from cifar_towers.training.distributed_step import towers_here
 
@@ -84,10 +85,10 @@ def shared_values(setup: RunSetup) -> dict[str, Any]:
         "precision": setup.precision,
         "towers": len(setup.local_towers),
     }
-    code = {
-        f"a file of {setting}, as sha256,": digest
-        for setting, digest in code_digests(setup.config).items()
-    }
+    for setting in FUNCTIONS:
+        if split_function(getattr(setup.config, setting)):
+            load_function(setting, getattr(setup.config, setting))
+    code = {f"{name}, as sha256,": digest for name, digest in code_digests(setup.config).items()}
     splits = ("train", "validation", "test")
     data = {f"{name} images, as sha256,": getattr(setup.dataset, name).digest for name in splits}
     return shared_settings(setup.config) | versions | code | data

@@ -14,7 +14,7 @@ import pytest
 
 from cifar_towers import files
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.train_config import code_digests, recipe_fields
+from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.errors import DataError, DivergedError, UsageError
 from cifar_towers.runs import directory as directory_module
 from cifar_towers.runs.checkpoint import (
@@ -22,7 +22,7 @@ from cifar_towers.runs.checkpoint import (
     list_checkpoints,
     write_checkpoint,
 )
-from cifar_towers.runs.directory import RunDirectory, open_run
+from cifar_towers.runs.directory import RunDirectory, code_facts, open_run
 from tests.messages import lines_with
 
 VALUES = {"model.kernel": np.ones([2, 2], np.float32), "step": np.int64(0)}
@@ -215,7 +215,7 @@ def test_a_finished_run_has_no_result_of_code_that_was_edited_since(config, tmp_
     save(
         config,
         20,
-        facts={f"code of {setting}": digest for setting, digest in code_digests(config).items()},
+        facts=code_facts(config),
     )
     result = {"step": 20, "reached": 0.0, "dataset": "cifar10"}
     files.write_json(config.directory / files.RESULT, result)
