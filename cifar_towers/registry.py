@@ -147,15 +147,19 @@ def code_digests(setting: str, name: str) -> dict[str, str]:
     """Return the SHA-256 of the code behind a function, by file: its own, and those that were
     imported from its folder, or from its package if it is in one. Load the function first.
 
-    The files are called by their path in that folder. Names without a file have no digests.
+    Its own file is called "", others by their path in that folder. Names without a file have no
+    digests.
     """
     path = find_source(setting, name)
     if not path:
         return {}
     source, _ = split_function(name) or ("", "")
     folder = _folder(path, source)
-    paths = {path, *_imported_beside(path, source)}
-    return {str(path.relative_to(folder)): _sha256(path) for path in sorted(paths)}
+    digests = {"": _sha256(path)}
+    for imported in _imported_beside(path, source):
+        if imported != path:
+            digests[str(imported.relative_to(folder))] = _sha256(imported)
+    return digests
 
 
 def is_unchanged(setting: str, name: str, digests: Mapping[str, str]) -> bool:
@@ -167,8 +171,9 @@ def is_unchanged(setting: str, name: str, digests: Mapping[str, str]) -> bool:
         return not digests
     source, _ = split_function(name) or ("", "")
     folder = _folder(path, source)
-    for file, digest in digests.items():
-        if not (folder / file).is_file() or _sha256(folder / file) != digest:
+    for name_in_folder, digest in digests.items():
+        file = folder / name_in_folder if name_in_folder else path
+        if not file.is_file() or _sha256(file) != digest:
             return False
     return bool(digests)
 

@@ -26,6 +26,7 @@ from cifar_towers.errors import (
 )
 from cifar_towers.evaluation.evaluator import Evaluator, make_classify_fn, score_split
 from cifar_towers.evaluation.score import reported_score
+from cifar_towers.models.keras_models import finish_restoring
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import Workers
 from cifar_towers.reporting.phase_timer import PhaseTimer, training_seconds
@@ -291,6 +292,7 @@ class Training:
                 "--train_dir, or --overwrite"
             )
         assign(self.variables, values, self.directory.path)
+        finish_restoring(self.state.model)
         self.timer.restore(metadata)
         self.health.restore(metadata)
         self.logger.smoothed_losses.restore(metadata)

@@ -555,12 +555,13 @@ def shared_settings(config: TrainConfig) -> dict[str, Any]:
 
 def code_digests(config: TrainConfig) -> dict[str, str]:
     """Return the SHA-256 of the code of the user's functions that decide what is trained, as
-    `<setting>/<file>`; see `registry.code_digests`. Load the functions first.
+    `<setting>` for the function's file and `<setting>/<file>` for what it imported from its folder;
+    see `registry.code_digests`. Load the functions first.
     """
     digests = {}
     for name in FUNCTIONS:
         for file, digest in registry.code_digests(name, getattr(config, name)).items():
-            digests[f"{name}/{file}"] = digest
+            digests[f"{name}/{file}" if file else name] = digest
     return digests
 
 
@@ -570,9 +571,10 @@ def is_code_unchanged(
     """Return whether the code of the user's functions is that of earlier digests."""
     for name in settings:
         of_setting = {}
-        for file, digest in digests.items():
-            if file.startswith(f"{name}/"):
-                of_setting[file.removeprefix(f"{name}/")] = digest
+        for key, digest in digests.items():
+            setting_name, _, file = key.partition("/")
+            if setting_name == name:
+                of_setting[file] = digest
         if not registry.is_unchanged(name, getattr(config, name), of_setting):
             return False
     return True

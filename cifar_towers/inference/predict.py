@@ -19,7 +19,11 @@ from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import to_json
 from cifar_towers.hardware import choose_precision
-from cifar_towers.models.keras_models import variable_values
+from cifar_towers.models.keras_models import (
+    checkpoint_key,
+    finish_restoring,
+    variable_values,
+)
 from cifar_towers.runs.checkpoint import find_checkpoint, read_checkpoint
 from cifar_towers.runs.directory import assign, saved_code
 from cifar_towers.runs.run import load_run
@@ -80,11 +84,12 @@ class TrainedModel:
         self.model = build.make_model(self.config, self.precision, self.info)
         prefix = "ema." if self.weights == "ema" else "model."
         variables = {
-            prefix + variable.path.replace("/", "."): variable
+            prefix + checkpoint_key(variable): variable
             for variable in [*self.model.trainable_variables, *self.model.non_trainable_variables]
         }
         of_model = {name: value for name, value in values.items() if name.startswith(prefix)}
         assign(variables, of_model, self.run.directory)
+        finish_restoring(self.model)
         if not is_code_unchanged(self.config, saved_code(self.metadata), ["model"]):
             log.warning(
                 "%s was trained with other code than that of model=%s",

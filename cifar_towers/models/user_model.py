@@ -15,12 +15,14 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 
 from cifar_towers.errors import UsageError
-from cifar_towers.models.keras_models import variable_values
+from cifar_towers.models.keras_models import checkpoint_key, variable_values
 from cifar_towers.models.layers import BATCH_NORMS
 from cifar_towers.towers.keras_parallel import overridden_fit_method, synchronized_norm
 
-NUM_IMAGES = 3  # in the batch that a model is checked with
+NUM_IMAGES = 4  # in the batch that a model is checked with
 SUM_TOLERANCE = 0.01  # of an image's probabilities, which may be bfloat16
+MIXING_TOLERANCE = 0.05  # of the largest output, which may be bfloat16
+WEIGHT_NOISE = 0.01  # standard deviation
 
 
 def build_model(
@@ -72,10 +74,11 @@ def check_model(
             f"--model has the output shape {model.output_shape}, not (None, {num_classes}) of "
             "logits"
         )
-    paths = [variable.path for variable in model.variables]
-    if duplicate := next((path for path in paths if paths.count(path) > 1), ""):
+    keys = [checkpoint_key(variable) for variable in model.variables]
+    duplicates = [key for key in keys if keys.count(key) > 1]
+    if duplicates:
         raise UsageError(
-            f"--model has two variables called {duplicate}; give the layers different names"
+            f"--model has two variables called {duplicates[0]}; give the layers different names"
         )
     variables = [*model.trainable_variables, *model.non_trainable_variables]
     if narrow := [
@@ -111,15 +114,36 @@ def check_model(
             f"--batch_statistics=synchronized does not reach {statistics[0]}, of no "
             "BatchNormalization"
         )
-    images = (
-        np.random.default_rng(0).normal(size=(NUM_IMAGES, image_size, image_size, 3)).astype("f4")
-    )
-    outputs, _ = model.stateless_call(*variable_values(model), images, training=False)
-    outputs = np.asarray(tf.cast(outputs, tf.float32))
-    sums_to_one = np.abs(outputs.sum(1) - 1).max() < SUM_TOLERANCE
-    if sums_to_one and outputs.min() >= 0 and outputs.max() <= 1:
+    _check_outputs(model, image_size)
+
+
+def _check_outputs(model: Functional, image_size: int) -> None:
+    """Raise UsageError if a model returns probabilities, or if its output for an image in an
+    evaluation depends on the other images.
+    """
+    random = np.random.default_rng(0)
+    images = random.normal(size=(NUM_IMAGES, image_size, image_size, 3)).astype("f4")
+    weights, non_trainable = variable_values(model)
+    # zeros, as of a last layer, would hide what is before them
+    noise = [random.normal(size=w.shape, scale=WEIGHT_NOISE).astype("f4") for w in weights]
+    weights = [weight + tf.cast(n, weight.dtype) for weight, n in zip(weights, noise, strict=True)]
+
+    def evaluate(images: np.ndarray) -> np.ndarray:
+        outputs, _ = model.stateless_call(weights, non_trainable, images, training=False)
+        return np.asarray(tf.cast(outputs, tf.float32))
+
+    together = evaluate(images)
+    sums_to_one = np.abs(together.sum(1) - 1).max() < SUM_TOLERANCE
+    if sums_to_one and together.min() >= 0 and together.max() <= 1:
         raise UsageError(
             "--model returns probabilities, and the loss takes logits; leave out its softmax"
+        )
+
+    apart = np.concatenate([evaluate(image[None]) for image in images])
+    if np.abs(together - apart).max() > MIXING_TOLERANCE * np.abs(apart).max():
+        raise UsageError(
+            "--model mixes the images of a batch in evaluations, so that a prediction depends on "
+            "the other images; give its layers moving averages for evaluations"
         )
 
 

@@ -88,7 +88,10 @@ def shared_values(setup: RunSetup) -> dict[str, Any]:
     for setting in FUNCTIONS:
         if split_function(getattr(setup.config, setting)):
             load_function(setting, getattr(setup.config, setting))
-    code = {f"{name}, as sha256,": digest for name, digest in code_digests(setup.config).items()}
+    code = {
+        f"the code of {name}, as sha256,": digest
+        for name, digest in code_digests(setup.config).items()
+    }
     splits = ("train", "validation", "test")
     data = {f"{name} images, as sha256,": getattr(setup.dataset, name).digest for name in splits}
     return shared_settings(setup.config) | versions | code | data

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from cifar_towers.data.batches import Batch
+from cifar_towers.models.keras_models import checkpoint_key
 from cifar_towers.towers.keras_parallel import is_seed_generator_state, to_scalar
 from cifar_towers.towers.placement import HOST, pin_to_device
 from cifar_towers.training.averages import ExponentialMovingAverage, Lookahead
@@ -167,7 +168,7 @@ class TrainState:
         devices.
         """
         model = [*self.model.trainable_variables, *self.model.non_trainable_variables]
-        paths = [variable.path.replace("/", ".") for variable in model]
+        paths = [checkpoint_key(variable) for variable in model]
         named: dict[str, tf.Variable] = {"step": self.step}
         for owner, variables in (
             ("model", self.weights + self.non_trainable),

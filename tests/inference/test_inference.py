@@ -235,6 +235,32 @@ def test_own_model_is_executed_only_if_the_user_names_it_wherever_it_is_now(tmp_
     )
 
 
+def test_layers_derive_values_from_restored_variables(tmp_path):
+    """A `Normalization` that the net's function adapts in the process that trains, and only there."""
+    file, trained = tmp_path / "nets.py", tmp_path / "trained"
+    file.write_text(
+        f"""{Path(nets.__file__).read_text()}
+import pathlib
+import numpy as np
+
+def adapted(image_size, num_classes):
+    images = keras.Input((image_size, image_size, 3))
+    normalization = layers.Normalization()
+    x = normalization(images)
+    if not pathlib.Path({str(trained)!r}).exists():
+        normalization.adapt(np.random.default_rng(0).normal(2, 3, [9, 24, 24, 3]))
+    return keras.Model(images, layers.Dense(num_classes)(layers.Flatten()(x)))
+"""
+    )
+    config = replace(
+        CONFIG, model=f"{file}:adapted", crop=0, num_gpus=1, train_dir=str(tmp_path / "run")
+    )
+    loss = train(config)["evaluations"][-1]["loss"]
+    trained.touch()
+    evaluation = evaluated(config.train_dir, model=config.model)
+    assert evaluation["loss"] == pytest.approx(loss, rel=1e-5)
+
+
 # Its data, and others -----------------------------------------------------------------------------
 
 

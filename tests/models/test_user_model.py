@@ -109,6 +109,28 @@ def with_two_of_a_name():
     return net(*[keras.Model(images, L.Conv2D(3, 1, name="same")(images)) for _ in range(2)])
 
 
+class Stage(L.Layer):
+    """A user's layer that holds another."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.conv = L.Conv2D(3, 1, name="conv")
+
+    def call(self, x):
+        return self.conv(x)
+
+
+def centered(x):
+    """Subtract the mean over the batch, in evaluations too."""
+    return x - keras.ops.mean(x, 0, keepdims=True)
+
+
+def mixes(**options):
+    images = L.Input((24, 24, 3))
+    x = Computes(centered)(L.Conv2D(4, 3)(images))
+    return keras.Model(images, L.Dense(10, **options)(L.Flatten()(x)))
+
+
 def checked(make, policy="float32", **options):
     model = user_model.build_model(make, 24, 10, policy)
     user_model.check_model(model, 24, 10, **options)
@@ -147,7 +169,18 @@ def test_models_that_towers_can_train(make):
             {},
             "frozen/kernel",
         ),
-        (with_two_of_a_name, {}, "same/kernel"),
+        (with_two_of_a_name, {}, "same.kernel"),
+        (
+            lambda: net(Stage(name="stage1"), L.Conv2D(3, 1, name="stage1.conv")),
+            {},
+            "stage1.conv.kernel",
+        ),
+        (mixes, {}, "mixes the images"),
+        (
+            partial(mixes, kernel_initializer="zeros"),
+            {"policy": "mixed_bfloat16"},
+            "mixes the images",
+        ),
         (lambda: net(L.Conv2D(2, 3, bias_constraint="non_neg", name="ruled")), {}, "ruled/bias"),
         (lambda: net(L.SpectralNormalization(L.Conv2D(2, 3))), {}, "kernel"),
         (Trained, {}, "train_step"),

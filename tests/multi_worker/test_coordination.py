@@ -133,4 +133,4 @@ def test_other_versions_and_other_code_of_a_worker_are_refused(monkeypatch, tmp_
     for number in (1, 2):
         (tmp_path / "mine.py").write_text(f"def loss(labels, logits):\n    return {number}\n")
         mine.append(shared_values(loss=f"{tmp_path}/mine.py:loss"))
-    check_refused(*mine, "loss/mine.py, as sha256,")
+    check_refused(*mine, "the code of loss, as sha256,")

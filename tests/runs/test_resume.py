@@ -197,7 +197,7 @@ def test_a_resumed_run_uses_and_names_what_has_changed(tmp_path, capsys):
         file.write_text(code.format(offset))
         run(config, tmp_path / "run", max_steps=count, num_gpus=count)
     assert lines_with(
-        capsys.readouterr().out, "resuming from step 1", "towers 1 -> 2", "code of loss/mine.py "
+        capsys.readouterr().out, "resuming from step 1", "towers 1 -> 2", "code of loss "
     )
     rows = [
         (record["loss"] > 50, record["images_per_sec"])
