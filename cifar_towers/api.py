@@ -10,6 +10,7 @@ import logging
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from cifar_towers.data.sources import Source
 
 log = logging.getLogger(__name__)
+
+# TensorFlow's and Keras's random numbers, names and devices belong to the process
+_is_training = threading.Lock()
 
 
 def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **settings: Any) -> Run:
@@ -105,6 +109,9 @@ def train_run(
 
     timer = PhaseTimer()  # TensorFlow's import is a part of the start
     with contextlib.ExitStack() as stack:
+        if not _is_training.acquire(blocking=False):
+            raise UsageError("a run is trained in this process; train another in its own process")
+        stack.callback(_is_training.release)
         if cluster and cluster.index:  # worker 0 alone writes the run
             unused = tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{cluster.index}-")
             config = dataclasses.replace(config, train_dir=stack.enter_context(unused))

@@ -63,6 +63,23 @@ def test_a_run_has_its_records_and_is_evaluated_and_loaded(run):
     assert run.class_names == [*score["per_class"]]
 
 
+def test_a_second_training_in_the_process_is_refused(tmp_path):
+    """Both would draw from the same random numbers. After the first there can be another."""
+    refused = []
+
+    def train_another(step, metrics):
+        try:
+            cifar_towers.train(train_dir=tmp_path / "second", **SETTINGS)
+        except UsageError as error:
+            refused.append(str(error))
+
+    settings = SETTINGS | {"max_steps": 2}
+    for name in ("first", "third"):
+        cifar_towers.train(train_dir=tmp_path / name, callbacks=[train_another], **settings)
+    assert len(refused) == 4 and "in its own process" in refused[0]
+    assert not (tmp_path / "second").exists()
+
+
 def test_a_run_in_a_relative_directory_keeps_its_records_in_another_directory(
     run, tmp_path, monkeypatch
 ):

@@ -32,7 +32,12 @@ from cifar_towers.towers.keras_parallel import make_parallel_model
 from cifar_towers.towers.make_parallel import make_parallel, map_on_towers
 from cifar_towers.towers.model_parallel import place_on_device
 from cifar_towers.towers.placement import placement_report, variable_placement
-from cifar_towers.towers.sharding import run_micro_batches, run_on_towers, split_batch
+from cifar_towers.towers.sharding import (
+    run_micro_batches,
+    run_on_towers,
+    split_batch,
+    split_uneven_batch,
+)
 
 __all__ = [
     "Tower",
@@ -49,5 +54,6 @@ __all__ = [
     "run_on_towers",
     "run_on_towers_synchronized",
     "split_batch",
+    "split_uneven_batch",
     "variable_placement",
 ]

@@ -13,7 +13,7 @@ import tensorflow as tf
 from cifar_towers.towers.collectives import unsynchronized
 from cifar_towers.towers.devices import Tower, make_towers
 from cifar_towers.towers.model_parallel import place_on_device
-from cifar_towers.towers.sharding import run_on_towers, split_batch
+from cifar_towers.towers.sharding import run_on_towers, split_uneven_batch
 
 
 def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **tensors: Any) -> Any:
@@ -40,12 +40,17 @@ def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **t
       The structure that `fn` returns, with tensors [B, ...].
 
     Raises:
-      ValueError: there are no towers, `fn` is a Keras model, or an output has not one row for each
-        example.
+      ValueError: there are no towers, `fn` is a Keras model, a tensor is a scalar, or an output has
+        not one row for each example.
     """
     if isinstance(fn, keras.Model):
         raise ValueError("fn is a Keras model; write make_parallel_model(fn, num_towers)")
     tensors = tf.nest.map_structure(tf.convert_to_tensor, tensors)
+    scalars = [name for name, tensor in tensors.items() if getattr(tensor, "shape", None) == []]
+    if scalars:
+        raise ValueError(
+            f"{scalars[0]} has no rows to split; pass it by functools.partial(fn, {scalars[0]}=...)"
+        )
     outputs, sizes = run_on_any_batch(
         lambda tower, shard: check_outputs(fn(**shard), shard, tower),
         as_towers(num_towers),
@@ -59,7 +64,7 @@ def map_on_towers(
 ) -> Iterator[Any]:
     """Yield `fn(batch)` for each batch of a dataset, in order, K batches at a time on K devices.
 
-    At most K batches are in memory. One graph runs all groups of K batches, and a second one a
+    One graph runs all groups of K batches, and a second one a
     smaller last group.
 
     Args:
@@ -92,8 +97,7 @@ def run_on_any_batch(
     """
     flat, count = tf.nest.flatten(tensors), len(towers)
     if (flat[0].shape[0] or 0) >= count:
-        shards = split_batch(tensors, towers, allow_uneven=True)
-        sizes = [tf.nest.flatten(shard)[0].shape[0] for shard in shards]
+        shards, sizes = split_uneven_batch(tensors, towers)
     else:
         with tf.name_scope("split_batch"):
             length = tf.shape(flat[0])[0]

@@ -10,23 +10,40 @@ from cifar_towers.towers.devices import Tower
 from cifar_towers.towers.placement import HOST
 
 
-def split_batch(batch: Any, towers: Sequence[Tower], allow_uneven: bool = False) -> list[Any]:
+def split_batch(batch: Any, towers: Sequence[Tower]) -> list[Any]:
     """Split every tensor or NumPy array of a structure on axis 0, in host memory: [B, ...] -> K
     shards of [B/K, ...].
 
     A single shard stays where it is.
 
-    Args:
-      allow_uneven: accept a B that K does not divide; the first B mod K shards then have one
-        example more. The gradients of their mean losses need weights:
-        `average_gradients(tower_grads, weights=[examples, ...])`.
-
     Raises:
-      ValueError: axis 0 is unknown or not the same in all tensors; there are fewer examples than
-        towers; or the shards would be uneven, without `allow_uneven`.
+      ValueError: axis 0 is unknown or not the same in all tensors, or K does not divide it.
     """
     with tf.name_scope("split_batch"):
-        return _split(batch, len(towers), allow_uneven)
+        return _split_evenly(batch, len(towers))
+
+
+def split_uneven_batch(batch: Any, towers: Sequence[Tower]) -> tuple[list[Any], list[int]]:
+    """Split as `split_batch` does, a B that K need not divide: the first B mod K shards have one
+    example more.
+
+    The gradient of the mean loss of the batch is then a weighted mean:
+    `average_gradients(tower_grads, weights=sizes)`.
+
+    Returns:
+      K shards, and the number of examples in each.
+
+    Raises:
+      ValueError: axis 0 is unknown or not the same in all tensors, or there are fewer examples than
+        towers.
+    """
+    with tf.name_scope("split_batch"):
+        length = _length(batch)
+        size, remainder = divmod(length, len(towers))
+        if size == 0:
+            raise ValueError(f"{length} examples are too few for {len(towers)} towers")
+        sizes = [size + 1] * remainder + [size] * (len(towers) - remainder)
+        return _split(batch, sizes), sizes
 
 
 def run_on_towers(
@@ -44,9 +61,8 @@ def run_on_towers(
       ValueError: there is not one shard per tower.
     """
     results = []
-    for tower, shard in zip(
-        towers, shards, strict=True
-    ):  # traced in turn; when the graph runs, none waits
+    # traced in turn; when the graph runs, no tower waits for another
+    for tower, shard in zip(towers, shards, strict=True):
         with tf.device(tower.device), tf.name_scope(tower.name), unsynchronized(len(towers)):
             results.append(fn(tower, shard))
     return results
@@ -71,7 +87,7 @@ def run_micro_batches(
         return fn(shard)
 
     total = None
-    for index, part in enumerate(_split(shard, count)):
+    for index, part in enumerate(_split_evenly(shard, count)):
         with tf.name_scope(f"part_{index}"):
             if index == 0:
                 total = fn(part)
@@ -83,23 +99,32 @@ def run_micro_batches(
     return total
 
 
-def _split(batch: Any, count: int, allow_uneven: bool = False) -> list[Any]:
-    """Return `count` structures like `batch`, each with its part of the tensors."""
+def _split_evenly(batch: Any, count: int) -> list[Any]:
+    """Return `count` structures like `batch`, with equal parts of the tensors."""
+    length = _length(batch)
+    if length == 0 or length % count != 0:
+        raise ValueError(
+            f"{length} examples cannot be split evenly into {count} parts: give a multiple of "
+            f"{count}, as batches with drop_remainder=True, or use split_uneven_batch"
+        )
+    return _split(batch, [length // count] * count)
+
+
+def _length(batch: Any) -> int:
+    """Return the length of axis 0, which all tensors of a batch have in common."""
+    lengths = {tensor.shape[0] for tensor in tf.nest.flatten(batch)}
+    if len(lengths) > 1 or None in lengths:
+        raise ValueError(
+            f"all tensors of a batch need one known length on axis 0; these have {lengths}"
+        )
+    return lengths.pop()
+
+
+def _split(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Return a structure like `batch` for each size, with so many rows of the tensors."""
     with tf.device(HOST):  # TensorFlow has no GPU kernel that splits integers
         tensors = [tf.convert_to_tensor(array) for array in tf.nest.flatten(batch)]
-        lengths = {tensor.shape[0] for tensor in tensors}
-        if len(lengths) > 1 or None in lengths:
-            raise ValueError(
-                f"all tensors of a batch need one known length on axis 0; these have {lengths}"
-            )
-        length = lengths.pop()
-        size, remainder = divmod(length, count)
-        if not size or (remainder and not allow_uneven):
-            raise ValueError(
-                f"{length} examples cannot be split evenly into {count} parts: give a multiple of "
-                f"{count}, as batches with drop_remainder=True, or split_batch(..., "
-                "allow_uneven=True) and average_gradients(..., weights=[examples, ...])"
-            )
-        sizes = [size + (index < remainder) for index in range(count)]
-        parts = [tf.split(tensor, sizes, axis=0) if count > 1 else [tensor] for tensor in tensors]
+        if len(sizes) == 1:
+            return [tf.nest.pack_sequence_as(batch, tensors)]
+        parts = [tf.split(tensor, list(sizes), axis=0) for tensor in tensors]
     return [tf.nest.pack_sequence_as(batch, part) for part in zip(*parts, strict=True)]

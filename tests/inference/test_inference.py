@@ -236,7 +236,7 @@ def test_own_model_is_executed_only_if_the_user_names_it_wherever_it_is_now(tmp_
 
 
 def test_layers_derive_values_from_restored_variables(tmp_path):
-    """A `Normalization` that the net's function adapts in the process that trains, and only there."""
+    """A `Normalization` that the net adapts in the process that trains, and only there."""
     file, trained = tmp_path / "nets.py", tmp_path / "trained"
     file.write_text(
         f"""{Path(nets.__file__).read_text()}

@@ -1,10 +1,8 @@
-from functools import partial
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.towers import run_micro_batches, run_on_towers, split_batch
+from cifar_towers.towers import run_micro_batches, run_on_towers, split_batch, split_uneven_batch
 
 
 def test_structures_of_tensors_and_arrays_are_split_on_axis_0(towers):
@@ -12,6 +10,13 @@ def test_structures_of_tensors_and_arrays_are_split_on_axis_0(towers):
     shards = split_batch(batch, towers(3))
     np.testing.assert_array_equal(shards[1]["x"], [[4, 5], [6, 7]])
     np.testing.assert_array_equal(shards[2]["y"][0], [4, 5])
+
+
+def test_uneven_shards_come_with_their_numbers_of_examples(towers):
+    """Also of a batch whose structure is a tuple."""
+    shards, sizes = split_uneven_batch((np.arange(10), tf.zeros([10, 2])), towers(4))
+    assert sizes == [3, 3, 2, 2] == [len(numbers) for numbers, _ in shards]
+    assert np.concatenate([numbers for numbers, _ in shards]).tolist() == list(range(10))
 
 
 def test_micro_batches_have_equal_sizes_and_are_added():
@@ -29,11 +34,11 @@ def test_micro_batches_have_equal_sizes_and_are_added():
     ("split", "batch", "mentions"),
     [
         (split_batch, tf.range(3), "3 examples"),
-        (partial(split_batch, allow_uneven=True), tf.range(3), "3 examples"),
+        (split_uneven_batch, tf.range(3), "^3 examples are too few for 4 towers$"),
         (
             split_batch,
             tf.range(11),
-            "11 examples.*drop_remainder=True.*allow_uneven=True.*weights=",
+            "11 examples.*drop_remainder=True.*split_uneven_batch",
         ),
         (split_batch, [tf.range(4), tf.range(8)], "{8, 4}|{4, 8}"),
         (
