@@ -485,6 +485,7 @@ CONFLICTS: tuple[
         f"{MIN_IMAGE_SIZE} to image_size={{image_size}}, which is the last",
     ),
     (lambda c: c.crop > c.image_size, "crop={crop} is larger than image_size={image_size}"),
+    (lambda c: c.cutout >= c.net_image_size, "cutout={cutout} covers whole images; give less"),
     (
         lambda c: c.crop and c.image_size_schedule,
         "crop and image_size_schedule both set the image size; give one",

@@ -38,6 +38,7 @@ from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWr
 from cifar_towers.towers import Tower, placement_report
 from cifar_towers.training.diagnostics import StepDiagnostics
 from cifar_towers.training.hard_examples import PROXY
+from cifar_towers.training.losses import EXAMPLE_LOSS
 from cifar_towers.training.runner import FinishedStep
 from cifar_towers.training.setup import RunSetup
 from cifar_towers.training.step import StepMetrics
@@ -210,9 +211,10 @@ class RunLogger:
             self.config.batch_size / images_per_sec if images_per_sec else None
         )
         scalars |= {f"learning_rate/{group}": rate for group, rate in rates.items()}
-        scalars |= {f"losses/{term} (raw)": loss for term, loss in metrics.losses.items()}
-        smoothed = self.smoothed_losses.averages()
-        scalars |= {f"losses/{term}": loss for term, loss in smoothed.items()}
+        for term, loss in metrics.losses.items():
+            scalars[f"losses/{self._shown(term)} (raw)"] = loss
+        for term, loss in self.smoothed_losses.averages().items():
+            scalars[f"losses/{self._shown(term)}"] = loss
         if finished.proxy_metrics:
             scalars[f"{PROXY}/loss"] = finished.proxy_metrics.loss
             scalars[f"{PROXY}/accuracy"] = finished.proxy_metrics.accuracy
@@ -226,6 +228,13 @@ class RunLogger:
         if diagnostics and metrics.updated and not self.quiet:
             self._write_diagnostics(step, diagnostics)
         return record
+
+    def _shown(self, term: str) -> str:
+        """Return what a loss term is called in TensorBoard: a user's loss by its function."""
+        if term != EXAMPLE_LOSS:
+            return term
+        _, _, function = self.config.loss.rpartition(":")
+        return function or "cross_entropy"
 
     def log_epoch(self, step: int, rates: Mapping[str, float], scores: Sequence[dict]) -> None:
         """Print the means over an epoch, or its part in this process, and the scores at its end."""

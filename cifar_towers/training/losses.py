@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
+EXAMPLE_LOSS = "example_loss"  # the term of the user's loss, or of the cross entropy
 OWN = "model_losses"  # the term of the losses that the model itself adds, as regularizers do
 
 
@@ -28,13 +29,14 @@ def make_loss(
     example_loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
     weight_losses: Mapping[str, tuple[int, float]],
 ) -> Callable:
-    """Return a function (labels, logits, weights, model_losses) -> {term: scalar}, with their sum
-    as `total_loss`.
+    """Return a function (labels, logits, weights, model_losses) -> {term: scalar}, with the sum of
+    the terms as `total_loss`.
 
-    The term `model_losses` is the sum of the losses that the model itself adds, as regularizers do.
+    The term `example_loss` is the mean of that function, and `model_losses` the sum of the losses
+    that the model itself adds, as regularizers do.
 
     Args:
-      example_loss: (labels, logits) -> [B]; its mean is the term `cross_entropy`.
+      example_loss: (labels, logits) -> [B].
       weight_losses: layer name -> (index among the weights, factor): adds factor * sum(w ** 2) / 2
         as `<layer>/weight_loss`.
     """
@@ -45,13 +47,12 @@ def make_loss(
         weights: Sequence[tf.Tensor],
         model_losses: Sequence[tf.Tensor] = (),
     ) -> dict[str, tf.Tensor]:
-        terms = {"cross_entropy": tf.reduce_mean(example_loss(labels, logits))}
+        mean_loss = tf.reduce_mean(example_loss(labels, logits))
+        terms = {EXAMPLE_LOSS: mean_loss}
         for layer, (index, factor) in weight_losses.items():
             terms[f"{layer}/weight_loss"] = factor * tf.nn.l2_loss(weights[index])
         if model_losses:
-            terms[OWN] = tf.add_n(
-                [tf.cast(term, terms["cross_entropy"].dtype) for term in model_losses]
-            )
+            terms[OWN] = tf.add_n([tf.cast(loss, mean_loss.dtype) for loss in model_losses])
         return terms | {"total_loss": tf.add_n(list(terms.values()))}
 
     return loss

@@ -22,6 +22,7 @@ from cifar_towers.towers import (
 )
 from cifar_towers.towers.gradients import Gradient, average_tensors, weighted_sum
 from cifar_towers.towers.placement import HOST
+from cifar_towers.training.losses import EXAMPLE_LOSS
 from cifar_towers.training.state import TrainState, xla_compiled
 
 
@@ -266,7 +267,7 @@ def make_step_metrics(
     """Return the metrics of a step from the losses [K] by term."""
     with tf.name_scope("metrics"):
         return StepMetrics(
-            loss=tf.reduce_mean(losses["cross_entropy"]),
+            loss=tf.reduce_mean(losses[EXAMPLE_LOSS]),
             accuracy=accuracy,
             gradient_norm=gradient_norm,
             tower_losses=losses["total_loss"],

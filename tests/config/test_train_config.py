@@ -55,6 +55,7 @@ REFUSALS = {  # what a program's message must mention
         (["--recipe=speed94", "--image_size=64"], "image_size=64"),
         (["--image_size_schedule=0=nan"], "'0=nan'"),
         (["--recipe=", "--crop=40"], "crop=40"),
+        (["--recipe=", "--crop=24", "--cutout=24"], "cutout=24 covers"),
         (["--crop=24", "--image_size_schedule=0=24,1=32"], "image_size_schedule"),
         (["--target_accuracy=0.9", "--eval_every_epochs=0"], "eval_every_epochs"),
         (["--jit_compile", "--batch_statistics=synchronized"], "jit_compile"),

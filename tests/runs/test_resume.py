@@ -207,3 +207,6 @@ def test_a_resumed_run_uses_and_names_what_has_changed(tmp_path, capsys):
         (False, None),
         (True, None),
     ]  # a rate is unknown, as each was the first step of a start
+    events = events_of(tmp_path / "run/train")  # the user's function is called `loss`
+    tags = events.Tags()["tensors"]
+    assert "losses/loss" in tags and "losses/cross_entropy" not in tags

@@ -18,6 +18,7 @@ from cifar_towers.models.layers import Activation, BatchNorm, Conv2D, synchroniz
 from cifar_towers.towers import variable_placement
 from cifar_towers.towers.placement import PLACEMENTS
 from cifar_towers.training.distributed_step import MirroredStep, make_strategy
+from cifar_towers.training.losses import EXAMPLE_LOSS
 from cifar_towers.training.optimizers import Momentum, Optimizer, ParamGroup
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import as_tf_function, make_update
@@ -61,7 +62,7 @@ def small_net(synchronized=False):
 
 def loss_fn(labels, logits, weights, own=()):
     loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
-    return {"cross_entropy": loss, "total_loss": loss}
+    return {EXAMPLE_LOSS: loss, "total_loss": loss}
 
 
 @pytest.fixture(scope="module")
