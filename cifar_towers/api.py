@@ -19,6 +19,7 @@ from cifar_towers.config.flags import make_config
 from cifar_towers.errors import Interrupted, UsageError
 from cifar_towers.hardware import tensorflow_imported
 from cifar_towers.multi_worker.cluster_spec import Workers
+from cifar_towers.registry import split_path
 from cifar_towers.runs.run import Run
 from cifar_towers.signals import StopSignals
 
@@ -103,6 +104,7 @@ def train_run(
 
     What can be refused without TensorFlow is refused before it is imported. See `trainer.train`.
     """
+    from cifar_towers.data import sources
     from cifar_towers.evaluation.score import describe_score, reported_score
     from cifar_towers.reporting.phase_timer import PhaseTimer
     from cifar_towers.runs.directory import open_run
@@ -117,6 +119,12 @@ def train_run(
             config = dataclasses.replace(config, train_dir=stack.enter_context(unused))
         directory = stack.enter_context(open_run(config))
         if result := None if cluster else directory.stored_result(source.name):
+            prefix, _ = split_path(source.name)
+            if prefix:  # files of the user's, which may have changed
+                dataset = sources.load(source, config.validation_examples, config.image_size)
+                assert directory.saved  # as there is a result
+                _, metadata = directory.saved
+                dataset.check_unchanged(metadata, directory.path)
             score = describe_score(reported_score(result["evaluations"]) or {})
             log.info(
                 f"{directory.path} is complete at step {result['step']}: {source.name} {score}"

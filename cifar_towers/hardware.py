@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +18,10 @@ from cifar_towers.errors import UsageError
 log = logging.getLogger(__name__)
 
 BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # of processors
-CPU_QUOTA = Path(
-    "/sys/fs/cgroup/cpu.max"
-)  # microseconds of CPU time and of the period they are for; Linux
+# of processors; kernels are chosen by them, and each kernel rounds its own way
+VECTOR_FEATURES = BFLOAT16_FEATURES | {"avx2", "avx512f", "avx512_vnni", "amx_tile", "sve"}
+# microseconds of CPU time and of the period they are for; Linux
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def processor_features() -> frozenset[str]:
@@ -27,6 +29,12 @@ def processor_features() -> frozenset[str]:
     empty elsewhere.
     """
     return frozenset(cpuinfo("flags", "Features").split())
+
+
+def describe_processor() -> str:
+    """Return the processor's name and the instruction sets that kernels are chosen by."""
+    name = cpuinfo("model name") or platform.machine()
+    return " ".join([name, *sorted(processor_features() & VECTOR_FEATURES)])
 
 
 @functools.cache

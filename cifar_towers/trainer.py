@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -16,7 +18,6 @@ from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.errors import (
-    DataError,
     DivergedError,
     Interrupted,
     RunError,
@@ -26,6 +27,7 @@ from cifar_towers.errors import (
 )
 from cifar_towers.evaluation.evaluator import Evaluator, make_classify_fn, score_split
 from cifar_towers.evaluation.score import reported_score
+from cifar_towers.hardware import describe_processor
 from cifar_towers.models.keras_models import finish_restoring
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import Workers
@@ -174,6 +176,10 @@ def describe_computation(setup: RunSetup) -> dict[str, Any]:
         "threads": tf.config.threading.get_intra_op_parallelism_threads(),
         "strategy": setup.config.strategy,
         "jit_compile": setup.config.jit_compile,
+        "TensorFlow": tf.__version__,
+        "Keras": keras.__version__,
+        "oneDNN": os.environ.get("TF_ENABLE_ONEDNN_OPTS"),
+        "processor": describe_processor(),
         **code_facts(setup.config),
     }
 
@@ -284,13 +290,7 @@ class Training:
                 self.initialize(Path(self.config.init_from))
             return 0
         values, metadata = saved
-        dataset = self.setup.dataset
-        if changed := dataset.changed_splits(metadata):
-            raise DataError(
-                f"{self.directory.path} was trained on other {' and '.join(changed)} images than "
-                f"{dataset.name} has now; put the images back as they were, or give another "
-                "--train_dir, or --overwrite"
-            )
+        self.setup.dataset.check_unchanged(metadata, self.directory.path)
         assign(self.variables, values, self.directory.path)
         finish_restoring(self.state.model)
         self.timer.restore(metadata)

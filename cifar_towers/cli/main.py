@@ -119,9 +119,11 @@ def train_seeds(config: TrainConfig) -> None:
 
     If seeds diverge, the others are trained and counted before a DivergedError is raised.
     """
+    from cifar_towers.data import sources
     from cifar_towers.runs.table import summarize_groups
 
     source, config = api.locate_data(config)
+    source = sources.read_once(source)
     trained = []
     diverged = []
     for seed in parse_numbers("seeds", config.seeds):

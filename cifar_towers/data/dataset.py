@@ -4,10 +4,13 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
+
+from cifar_towers.errors import DataError
 
 SPLITS = ("train", "validation", "test")
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -90,6 +93,18 @@ class Dataset(NamedTuple):
         """
         digests = self.digests()
         return [name for name in SPLITS if digests.get(name) != metadata.get(f"{name}_sha256")]
+
+    def check_unchanged(self, metadata: Mapping[str, Any], directory: Path) -> None:
+        """Raise DataError if the run in a directory, whose checkpoint has this metadata, was
+        trained on other images.
+        """
+        changed = self.changed_splits(metadata)
+        if changed:
+            raise DataError(
+                f"{directory} was trained on other {' and '.join(changed)} images than "
+                f"{self.name} has now; put the images back as they were, or give another "
+                "--train_dir, or --overwrite"
+            )
 
 
 def moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:

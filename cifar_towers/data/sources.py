@@ -66,6 +66,11 @@ def find(dataset: str, data_dir: str = "") -> Source:
     return Source(dataset, functools.partial(tfds_source.load, dataset, directory))
 
 
+def read_once(source: Source) -> Source:
+    """Return the source for several runs: its splits are read once, and kept as long as it is."""
+    return source._replace(read=functools.cache(source.read))
+
+
 def load(
     source: Source, validation_examples: int = 0, image_size: int = CIFAR10.image_size
 ) -> Dataset:

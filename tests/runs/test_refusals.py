@@ -35,11 +35,15 @@ def test_a_checkpoint_of_another_net_is_refused(tmp_path, caplog):
 
 
 def test_images_that_have_changed_are_refused(tmp_path, small_folder):
-    """Else the test images would choose the best checkpoint of a run that had validation images."""
+    """Else the test images would choose the best checkpoint of a run that had validation images. A
+    finished run, too, is of the images that it was trained on.
+    """
     photos = shutil.copytree(small_folder.removeprefix("folder:"), tmp_path / "photos")
     validation = shutil.copytree(photos / "test", photos / "validation")
     on_photos = {"train_dir": tmp_path / "run", "dataset": f"folder:{photos}", "batch_size": 40}
-    run(TINY, **on_photos, max_steps=1)
+    result = run(TINY, **on_photos, max_steps=1)
+    assert run(TINY, **on_photos, max_steps=1) == result
     shutil.rmtree(validation)
-    with pytest.raises(DataError, match="validation images .*photos"):
-        run(TINY, **on_photos, max_steps=2)
+    for max_steps in (1, 2):
+        with pytest.raises(DataError, match="validation images .*photos"):
+            run(TINY, **on_photos, max_steps=max_steps)

@@ -180,10 +180,11 @@ def test_synthetic_data_that_replace_cifar10_are_named_everywhere(
 
 
 def test_seeds_are_summarized_without_those_that_diverge(tmp_path, monkeypatch, capsys):
-    """The data are located once. The last line is one of those below the table of runs."""
+    """The data are located and read once. The last line is one of those below the table of runs."""
     accuracies = {0: 0.94, 2: 0.92, 3: 0.96}
 
-    def train(config, *_, **__):
+    def train(config, source, *_, **__):
+        source.read(32, sources.TRAINED)
         files.write_json(config.directory / files.CONFIG, asdict(config))
         if config.seed not in accuracies:
             raise DivergedError("step 6")
@@ -194,11 +195,13 @@ def test_seeds_are_summarized_without_those_that_diverge(tmp_path, monkeypatch, 
         return result
 
     monkeypatch.setattr(trainer, "train", train)
-    find = Mock(side_effect=sources.find)
+    read = Mock(return_value={})
+    find = Mock(return_value=sources.Source("synthetic", read))
     monkeypatch.setattr(sources, "find", find)
     with pytest.raises(DivergedError, match="seed 1 .*step 6"):
         train_seeds(replace(TINY, train_dir=str(tmp_path / "plain"), seeds="0,1,2,3"))
     find.assert_called_once()
+    read.assert_called_once()
     line = "plain: test/ema 94.00 ± 2.00 % (n=3)\n"
     assert capsys.readouterr().out == line
 
