@@ -1,11 +1,11 @@
-"""One training run from top to bottom: open, build, loop, finish."""
+"""One training run from top to bottom: build, open, loop, finish."""
 
 import contextlib
 import functools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -43,12 +43,7 @@ from cifar_towers.runs.directory import (
 )
 from cifar_towers.signals import StopSignals
 from cifar_towers.training import build
-from cifar_towers.training.diagnostics import (
-    MAX_SKIPPED_STEPS,
-    Diagnoser,
-    Health,
-    StepDiagnostics,
-)
+from cifar_towers.training.diagnostics import Diagnoser, Health, StepDiagnostics
 from cifar_towers.training.hard_examples import PROXY
 from cifar_towers.training.runner import FinishedStep, StepInput, StepRunner
 from cifar_towers.training.setup import RunSetup, set_up
@@ -92,14 +87,14 @@ def train(
                 saved = run.save_now(step, wait=True)
             if signals.received and workers.size == 1:  # while the last step was saved
                 run.stop_signal = signals.received
-                raise run.save_early(step)
+                run.save_early(step)
             return finish(step, saved, run)
 
 
 def train_from(step: int, run: "Training") -> int:
     """Train from `step` until the end, the target or a signal; return the finished steps.
 
-    After any error but the step's, or a lost worker's, the last finished step is saved.
+    After an error the last finished step is saved, unless `save_after` says why not.
 
     Raises:
       Interrupted: after a signal; the last finished step is saved, or the message says that it is
@@ -108,7 +103,7 @@ def train_from(step: int, run: "Training") -> int:
     """
     try:
         if run.evaluator.is_due(step) and not run.evaluations:
-            run.evaluate_now(step)  # an evaluation failed after the last step that was saved
+            run.evaluate_now(step)  # the evaluation after the step that was saved had failed
         run.note_target(step)
         if not run.reached:
             batches = run.batches.stream(step, run.length.last)
@@ -119,9 +114,11 @@ def train_from(step: int, run: "Training") -> int:
                 run.check_and_log(finished)
                 if run.evaluator.is_due(step):
                     run.evaluate_now(step)
-                if run.ends_epoch(step):  # so that its metrics were awaited
+                if run.ends_epoch(
+                    step
+                ):  # then this step was awaited, and is the last of `finished`
                     run.logger.log_epoch(step, finished[-1].rates, run.evaluations)
-                if run.can_be_saved(step) and run.should_save(step):
+                if run.should_save(step) and run.can_be_saved(step):
                     run.save_now(step)
                 run.note_target(step)
                 run.note_signal(finished)
@@ -133,7 +130,7 @@ def train_from(step: int, run: "Training") -> int:
         run.save_after(error, step)
         raise
     if run.stop_signal:
-        raise run.save_early(step)
+        run.save_early(step)
     return step
 
 
@@ -343,15 +340,21 @@ class Training:
         """
         inputs = self.make_input(step, batch)
         is_summarized = self.logger.is_summary_step(step + 1)
-        if not self.runner.is_traced(inputs):
-            return self.compile_and_run(inputs, is_summarized)
+        is_new = not self.runner.is_traced(inputs)
 
-        with self.timer.phase("train"):
+        with self.timer.phase("compile" if is_new else "train"):
+            if is_new:
+                self.trace(inputs)
             finished = self.runner.start(inputs, keep_gradients=is_summarized)
-            self.timer.note_start(finished[-1].end if finished else None)
-            if self.is_awaited(step + 1):
+            if not is_new:
+                self.timer.note_start(finished[-1].end if finished else None)
+            if is_new or self.is_awaited(step + 1):
                 finished += self.runner.finish()
-        self.timer.end_step(self.config.batch_size * len(finished))
+
+        if is_new:
+            self.timer.end_compilation()
+        else:
+            self.timer.end_step(self.config.batch_size * len(finished))
         self.evaluations = []
         return finished
 
@@ -361,28 +364,23 @@ class Training:
         signal = self.signals.received if self.workers.size > 1 else None
         return StepInput(step, batch, rates, self.image_size_at(step), signal)
 
-    def compile_and_run(self, inputs: StepInput, is_summarized: bool) -> list[FinishedStep]:
-        """Trace and run a step of a new image size or with other active parameter groups."""
+    def trace(self, inputs: StepInput) -> None:
+        """Trace a step of a new image size or with other active parameter groups."""
         is_first = not self.runner.traced
-        with self.timer.phase("compile"):
-            self.logger.progress.activity("compiling the step")
-            function = self.runner.trace(inputs)
-            if is_first:
-                self.logger.log_graph(function)
-            finished = self.runner.start(inputs, keep_gradients=is_summarized)
-            finished += self.runner.finish()
-        self.timer.end_compilation()
-        self.evaluations = []
-        return finished
+        self.logger.progress.activity("compiling the step")
+        function = self.runner.trace(inputs)
+        if is_first:
+            self.logger.log_graph(function)
 
     def is_awaited(self, step: int) -> bool:
         """Return whether the metrics of this step are needed before the next one starts.
 
-        They are on a cluster, where they hold the signals of all workers, and in a profile.
+        Each step's are on a cluster, as they hold the signals of all workers.
         """
         is_shown = self.logger.is_summary_step(step) or self.ends_epoch(step)
         is_kept = self.evaluator.is_due(step) or self.should_save(step)
-        return is_shown or is_kept or self.workers.size > 1 or bool(self.config.profile_steps)
+        is_bound = self.logger.is_profile_bound(step)
+        return is_shown or is_kept or is_bound or self.workers.size > 1
 
     def ends_epoch(self, step: int) -> bool:
         """Return whether an epoch, or the run, ends with this step."""
@@ -409,11 +407,11 @@ class Training:
         """Check and log the steps whose metrics have arrived."""
         self.unlogged += finished
         while self.unlogged:
-            each = self.unlogged.pop(0)
-            line = self.health.record(each)
-            if line:
-                if self.health.skipped_in_a_row >= MAX_SKIPPED_STEPS:
-                    raise DivergedError(f"{line}; {self.describe_latest()}; {ADVICE}")
+            each = self.unlogged.pop(0)  # first, so that `save_after` does not count it again
+            skipped = self.health.record(each)
+            if self.health.has_diverged:
+                raise DivergedError(f"{'; '.join(skipped)}; {self.describe_latest()}; {ADVICE}")
+            for line in skipped:
                 self.log(line)
             diagnostics = self.diagnose(each) if self.logger.is_summary_step(each.step) else None
             with self.timer.phase("report"):
@@ -437,26 +435,29 @@ class Training:
         """Set `reached` once the reported weights meet the target on the first split without
         test-time augmentation.
         """
-        plain = [
-            s
-            for s in self.evaluations
-            if not s["tta"] and s["split"] == self.evaluations[0]["split"]
-        ]
-        score, target = reported_score(plain), self.config.target_accuracy
-        if target and not self.reached and score and score["accuracy"] >= target:
-            self.reached = score["accuracy"]
-            self.log(
-                f"reached {100 * self.reached:.2f} % on {score['split']} (target "
-                f"{100 * target:.2f} %) at step {step}, after "
-                f"{training_seconds(self.timer.seconds):.1f} s of training"
-            )
+        target = self.config.target_accuracy
+        if self.reached or not target or not self.evaluations:
+            return
+
+        first_split = self.evaluations[0]["split"]
+        on_first = [record for record in self.evaluations if record["split"] == first_split]
+        score = reported_score([record for record in on_first if not record["tta"]])
+        if not score or score["accuracy"] < target:
+            return
+
+        self.reached = score["accuracy"]
+        self.log(
+            f"reached {100 * self.reached:.2f} % on {score['split']} (target "
+            f"{100 * target:.2f} %) at step {step}, after "
+            f"{training_seconds(self.timer.seconds):.1f} s of training"
+        )
 
     def note_signal(self, finished: Sequence[FinishedStep]) -> None:
         """Note a signal to stop: on a cluster, the one that the step exchanged."""
-        is_cluster = self.workers.size > 1
-        self.stop_signal = (
-            int(finished[-1].metrics.stop_signal) if is_cluster else self.signals.received
-        )
+        if self.workers.size > 1:
+            self.stop_signal = int(finished[-1].metrics.stop_signal)
+        else:
+            self.stop_signal = self.signals.received
 
     # Evaluating and saving
 
@@ -482,7 +483,9 @@ class Training:
         """
         if wait:
             return self.workers.broadcast_from_chief(lambda: self._save(step))
-        return not self.workers.is_chief or self._save(step)
+        if not self.workers.is_chief:
+            return True
+        return self._save(step)
 
     def _save(self, step: int) -> bool:
         dataset = self.setup.dataset
@@ -509,12 +512,12 @@ class Training:
         """Return what worker 0 has saved of the run."""
         return self.workers.broadcast_from_chief(self.directory.describe_latest)
 
-    def save_early(self, step: int) -> Interrupted:
-        """Save the last step, and return the error to raise after a signal."""
+    def save_early(self, step: int) -> NoReturn:
+        """Save the last step after a signal, and raise Interrupted."""
         self.logger.progress.pause()
         saved = self.save_now(step, wait=True)
         outcome = f"saved step {step}" if saved else self.describe_latest()
-        return Interrupted(self.stop_signal, f"{outcome}: {HOW_TO_RESUME}")
+        raise Interrupted(self.stop_signal, f"{outcome}: {HOW_TO_RESUME}")
 
     def save_after(self, error: BaseException, step: int) -> None:
         """Save the last finished step after an error, unless its variables may be half assigned.

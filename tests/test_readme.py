@@ -73,7 +73,7 @@ def test_the_map_names_every_folder_of_the_package():
 
 
 def test_readme_shows_the_step_as_it_is():
-    (shown,) = re.findall(r"```\n(results = .*?)```", README, re.S)
+    (shown,) = re.findall(r"```\n(shards = .*?)```", README, re.S)
     step = (ROOT / "cifar_towers/training/step.py").read_text()
     assert "average_gradients(" in shown and all(
         f" {line}\n" in step for line in shown.splitlines()

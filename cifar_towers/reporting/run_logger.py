@@ -147,6 +147,10 @@ class RunLogger:
                 tf.profiler.experimental.stop()
         self.progress.pause()
 
+    def is_profile_bound(self, step: int) -> bool:
+        """Return whether the trace of --profile_steps begins or ends after `step`."""
+        return step in (parse_profile_steps(self.config.profile_steps) or ())
+
     def profile(self, step: int) -> None:
         """Begin the trace of --profile_steps, for TensorBoard's tab PROFILE, if `step` is its
         start; or end it.

@@ -63,30 +63,49 @@ def average_tensors(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tensors[0] if len(tensors) == 1 else tf.add_n(list(tensors)) / len(tensors)
 
 
+def add_gradients(one: Gradient, other: Gradient) -> Gradient:
+    """Return the sum of two gradients, where None is zero. It is sparse if both are."""
+    return weighted_sum([one, other], [1.0, 1.0])
+
+
+def scale_gradient(gradient: Gradient, factor: float) -> Gradient:
+    """Return a gradient times a factor; None stays None, and a sparse gradient sparse."""
+    return weighted_sum([gradient], [factor])
+
+
 def weighted_sum(
-    gradients: Sequence[Gradient], fractions: Sequence[float | tf.Tensor], device: str
+    gradients: Sequence[Gradient], fractions: Sequence[float | tf.Tensor], device: str = ""
 ) -> Gradient:
-    """Return sum(fraction_k * gradient_k) over the gradients that are not None, on `device`; None
-    if all are.
+    """Return sum(fraction_k * gradient_k), where None is zero, on `device`; None if all are.
 
     If all are sparse, so is the sum.
     """
-    present = [
-        (g, fraction) for g, fraction in zip(gradients, fractions, strict=True) if g is not None
-    ]
+    present = []
+    factors = []
+    for gradient, fraction in zip(gradients, fractions, strict=True):
+        if gradient is not None:
+            present.append(gradient)
+            factors.append(fraction)
     if not present:
         return None
+
     with tf.device(device):  # the gradients travel to this device; the sum waits for all of them
-        present = [
-            (g, tf.cast(f, g.dtype) if tf.is_tensor(f) else tf.constant(f, g.dtype))
-            for g, f in present
-        ]
-        if all(isinstance(g, tf.IndexedSlices) for g, _ in present):
-            values = tf.concat([g.values * fraction for g, fraction in present], 0)
-            return tf.IndexedSlices(
-                values, tf.concat([g.indices for g, _ in present], 0), present[0][0].dense_shape
-            )
-        return tf.add_n([tf.convert_to_tensor(g) * fraction for g, fraction in present])
+        factors = [_as_factor(f, g.dtype) for f, g in zip(factors, present, strict=True)]
+        if all(isinstance(gradient, tf.IndexedSlices) for gradient in present):
+            values = [g.values * factor for g, factor in zip(present, factors, strict=True)]
+            indices = [gradient.indices for gradient in present]
+            shape = present[0].dense_shape
+            return tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), shape)
+
+        dense = [tf.convert_to_tensor(gradient) for gradient in present]
+        return tf.add_n([g * factor for g, factor in zip(dense, factors, strict=True)])
+
+
+def _as_factor(fraction: float | tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Return a number or a scalar tensor in the type of a gradient."""
+    if tf.is_tensor(fraction):
+        return tf.cast(fraction, dtype)
+    return tf.constant(fraction, dtype)
 
 
 def _device(variable: Variable) -> str:

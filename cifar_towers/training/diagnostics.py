@@ -161,41 +161,66 @@ def _as_float32(values: tf.Tensor) -> np.ndarray:
 
 
 class Health:
-    """The number of steps that were skipped because a number was not finite: in all, and the last
-    ones in a row.
+    """The number of steps that were skipped because a number was not finite.
+
+    Attributes:
+      skipped_steps: in all.
+      skipped_in_a_row: the last ones.
+      proxy_skipped_in_a_row: the last updates of the proxy that were skipped.
     """
 
     def __init__(self, towers: Sequence[Tower]):
         self._towers = towers
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
+        self.proxy_skipped_in_a_row = 0
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether so many updates in a row were skipped that the run ends."""
+        longest = max(self.skipped_in_a_row, self.proxy_skipped_in_a_row)
+        return longest >= MAX_SKIPPED_STEPS
 
     def metadata(self) -> dict[str, int]:
         """Return the counts, which checkpoints store."""
-        return {"skipped_steps": self.skipped_steps, "skipped_in_a_row": self.skipped_in_a_row}
+        return {
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "proxy_skipped_in_a_row": self.proxy_skipped_in_a_row,
+        }
 
     def restore(self, metadata: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's metadata."""
-        self.skipped_steps, self.skipped_in_a_row = (
-            metadata["skipped_steps"],
-            metadata["skipped_in_a_row"],
-        )
+        self.skipped_steps = metadata["skipped_steps"]
+        self.skipped_in_a_row = metadata["skipped_in_a_row"]
+        self.proxy_skipped_in_a_row = metadata["proxy_skipped_in_a_row"]
 
-    def record(self, finished: FinishedStep) -> str:
-        """Count a finished step; return a line with the reason if it, or the proxy's step, was
-        skipped, else "".
+    def record(self, finished: FinishedStep) -> list[str]:
+        """Count a finished step; return a line with the reason for each update that was skipped:
+        that of the net, which is the step, and that of the proxy.
         """
-        metrics, prefix = finished.metrics, ""
-        if metrics.updated and finished.proxy_metrics:
-            metrics, prefix = finished.proxy_metrics, f"{PROXY}: "
-        if metrics.updated:
+        lines = []
+        if finished.metrics.updated:
             self.skipped_in_a_row = 0
-            return ""
-        self.skipped_steps += 1
-        self.skipped_in_a_row += 1
-        reason = describe_nonfinite(metrics, self._towers)
-        in_a_row = f"{self.skipped_in_a_row} in a row, {MAX_SKIPPED_STEPS} end the run"
-        return f"step {finished.step} was skipped ({in_a_row}): {prefix}{reason}"
+        else:
+            self.skipped_steps += 1
+            self.skipped_in_a_row += 1
+            reason = describe_nonfinite(finished.metrics, self._towers)
+            lines.append(_skip_line(f"step {finished.step}", self.skipped_in_a_row, reason))
+
+        proxy = finished.proxy_metrics
+        if proxy and proxy.updated:
+            self.proxy_skipped_in_a_row = 0
+        elif proxy:
+            self.proxy_skipped_in_a_row += 1
+            reason = describe_nonfinite(proxy, self._towers)
+            of_proxy = f"the {PROXY}'s update of step {finished.step}"
+            lines.append(_skip_line(of_proxy, self.proxy_skipped_in_a_row, reason))
+        return lines
+
+
+def _skip_line(update: str, in_a_row: int, reason: str) -> str:
+    return f"{update} was skipped ({in_a_row} in a row, {MAX_SKIPPED_STEPS} end the run): {reason}"
 
 
 def describe_nonfinite(metrics: StepMetrics, towers: Sequence[Tower]) -> str:

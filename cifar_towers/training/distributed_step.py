@@ -131,7 +131,7 @@ class MirroredStep:
         shards = split_batch(batch, self.local_towers)
         arguments = shards, rates, image_size, stop_signal
         distributed = self.strategy.run(self._on_replica, arguments)
-        # non-trainable values stay distributed: None and integers are not the same everywhere
+        # non-trainable values stay distributed: None and integers differ between replicas
         replicas = _by_replica(self.strategy, distributed._replace(non_trainable=[]))
         first = replicas[0]  # what was exchanged is the same on all
 
@@ -142,7 +142,7 @@ class MirroredStep:
                 distributed.gradients,
                 distributed.non_trainable,
                 rates,
-                all_finite(first.losses),
+                all_finite(first.losses["total_loss"]),
             ),
         )
         updated, gradient_norm = _by_replica(self.strategy, outcome)[0]

@@ -70,7 +70,7 @@ def make_hard_examples(
             return run_micro_batches(on_part, shard, micro_batches, add=_join)
 
         weights, non_trainable = proxy.read_variables()
-        shard = augment_shard(augmentation, image_size, shard)
+        shard = augment_shard(augmentation, shard, image_size)
         return xla_compiled(losses_of_images, proxy.jit_compile)(shard, weights, non_trainable)
 
     def select(

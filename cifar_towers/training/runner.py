@@ -28,15 +28,25 @@ class StepInput(NamedTuple):
         return (self.image_size, *self.rates)
 
 
+class StartedStep(NamedTuple):
+    """A step that may still run: its values are tensors."""
+
+    inputs: StepInput
+    batch: Batch  # the examples that are trained on
+    metrics: StepMetrics
+    gradients: StepGradients | None
+    proxy_metrics: StepMetrics | None
+
+
 class FinishedStep(NamedTuple):
-    """A step that has run."""
+    """A step that has run: its values are NumPy arrays."""
 
     step: int  # number of finished steps, this one included
-    batch: Batch  # the examples that were trained on
+    batch: Batch  # the examples that were trained on, as tensors
     rates: dict[str, float]
     image_size: int
-    metrics: StepMetrics  # NumPy values, once they are read
-    gradients: StepGradients | None = None  # the same; kept for summaries only
+    metrics: StepMetrics
+    gradients: StepGradients | None = None  # None unless they were asked for
     proxy_metrics: StepMetrics | None = None  # of the proxy's step, which chose the batch
     end: float = 0.0  # when the metrics had been read, by `time.monotonic`
 
@@ -50,7 +60,8 @@ class TracedStep(NamedTuple):
 
 class StepRunner:
     """Runs steps in a thread of TensorFlow's. The metrics of a step are returned after the next has
-    started, so that a GPU is never idle. A second thread reads them, as it knows when they came.
+    started, so that a GPU has work while the host logs them. A second thread waits for them, so
+    that `FinishedStep.end` is when they came, and not when the host asked.
 
     Args:
       train_step: the step as a `tf.function`; see `build.make_training`.
@@ -61,7 +72,7 @@ class StepRunner:
         self.train_step = train_step
         self.hard_examples = hard_examples
         self.traced: dict[tuple, TracedStep] = {}  # by `StepInput.key`
-        # a thread of Python's would wait for the interpreter before it started a step
+        # a thread of Python's would first wait for the interpreter's lock
         self._steps = executor.new_executor(enable_async=True)
         self._metrics = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         self._unread: Future[FinishedStep] | None = None  # the step that was started last
@@ -90,18 +101,20 @@ class StepRunner:
         return update
 
     def start(self, inputs: StepInput, keep_gradients: bool) -> list[FinishedStep]:
-        """Start a step, which must be traced; return the step before it, if it was not returned."""
+        """Start a step, which must be traced. Then wait for the step before it, and return that
+        one, or [] if it has been returned.
+        """
         with context.executor_scope(self._steps):  # calls return at once; reading raises errors
             started = self._call(inputs)
         if not keep_gradients:  # they take the memory of several models
             started = started._replace(gradients=None)
         reading = self._metrics.submit(_read, started)
-        finished = self.finish()
+        previous = self.finish()
         self._unread = reading
-        return finished
+        return previous
 
     def finish(self) -> list[FinishedStep]:
-        """Wait for the step that was started last, and return it, unless it has been returned.
+        """Wait for the step that was started last and return it, or [] if it has been returned.
 
         An error in a step is raised here, and again by each later call.
         """
@@ -112,12 +125,12 @@ class StepRunner:
         return [finished]
 
     def close(self) -> None:
-        """Wait for a step that still runs, and end the threads."""
+        """Wait for a step that still runs, and end the thread that reads."""
         self._metrics.shutdown(cancel_futures=True)
         self._steps.clear_error()  # otherwise the thread would print it again at its end
 
-    def _call(self, inputs: StepInput) -> FinishedStep:
-        """Call the traced functions of a step; return it with tensors as metrics."""
+    def _call(self, inputs: StepInput) -> StartedStep:
+        """Call the traced functions of a step."""
         # calling the `tf.function`s takes twice as long: they look up what was traced
         traced = self.traced[inputs.key]
         arguments = _arguments(inputs)
@@ -125,20 +138,16 @@ class StepRunner:
         if traced.select:
             arguments["batch"], proxy_metrics = traced.select(**arguments)
         metrics, gradients = traced.update(**arguments)
-        return FinishedStep(
-            step=inputs.step + 1,
-            batch=arguments["batch"],
-            rates=inputs.rates,
-            image_size=inputs.image_size,
-            metrics=metrics,
-            gradients=gradients,
-            proxy_metrics=proxy_metrics,
-        )
+        return StartedStep(inputs, arguments["batch"], metrics, gradients, proxy_metrics)
 
 
-def _read(started: FinishedStep) -> FinishedStep:
-    """Wait for a step, and return it with its metrics as NumPy arrays and its end."""
-    return started._replace(
+def _read(started: StartedStep) -> FinishedStep:
+    """Wait for a step, and return it."""
+    return FinishedStep(
+        step=started.inputs.step + 1,
+        batch=started.batch,
+        rates=started.inputs.rates,
+        image_size=started.inputs.image_size,
         metrics=to_numpy(started.metrics),
         gradients=to_numpy(started.gradients),
         proxy_metrics=to_numpy(started.proxy_metrics),

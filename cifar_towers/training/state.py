@@ -3,7 +3,7 @@ averages. A step changes them in `TrainState.apply` only.
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -16,24 +16,26 @@ from cifar_towers.towers.placement import HOST, pin_to_device
 from cifar_towers.training.averages import ExponentialMovingAverage, Lookahead
 from cifar_towers.training.optimizers import Optimizer
 
-# Each example has 1,024 seeds of its own for a layer that draws random numbers. Keras takes seeds
-# modulo 2^31 - 2, so that they overlap only after two million examples.
+# A layer that draws random numbers for a micro-batch counts from 1,024 times the index of its first
+# example. Keras takes these counters modulo 2^31 - 2, so they repeat after two million examples.
 MAX_DRAWS = 1024
 
 
 class TrainState:
-    """The model's variables, the optimizer's slots and the averages. Build it inside the placement
-    of its variables.
+    """The model's variables, the optimizer's slots and the averages. Build it inside the scope
+    that the model was built in, which places its variables.
 
     Args:
       jit_compile: let XLA compile each tower's pass, and the update. All variables must then be on
-        one device.
+        one device, in each replica.
       step_device: the device of the step counter.
 
     Attributes:
+      model, optimizer: the Keras model, and what updates its weights.
       step: number of finished steps.
-      weights: N trained variables.
-      non_trainable: S other variables of the model, frozen filters among them.
+      weights: N trained variables of the model, as `tf.Variable`s.
+      non_trainable: its S other variables, frozen filters among them.
+      ema, lookahead: averages of all these variables.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class TrainState:
         self, weights: Sequence[tf.Tensor], groups: Collection[str]
     ) -> list[tf.Tensor]:
         """Return the weights that belong to some parameter groups."""
+        # by identity, as variables cannot be compared
         active = {id(variable) for variable in self.optimizer.active_variables(groups)}
         pairs = zip(weights, self.weights, strict=True)
         return [weight for weight, variable in pairs if id(variable) in active]
@@ -84,21 +87,20 @@ class TrainState:
           the losses that layers add, scalars.
         """
         variables = self.model.non_trainable_variables
-        first_draw = part.draws.example_index[0] * MAX_DRAWS
-        values = []
+        seeded = []
         for variable, value in zip(variables, non_trainable, strict=True):
-            if is_seed_generator_state(variable):
-                run_seed = value[0]
-                value = tf.stack([run_seed, tf.cast(first_draw, value.dtype)])
-            values.append(value)
+            is_seed = is_seed_generator_state(variable)
+            seeded.append(_seed_of_part(value, part) if is_seed else value)
 
-        logits, new_values, losses = call_in_training(self.model, weights, values, part.images)
+        logits, after, losses = call_in_training(self.model, weights, seeded, part.images)
 
-        changed: list[tf.Tensor | None] = []
-        for variable, old, new in zip(variables, values, new_values, strict=True):
-            is_unchanged = new is old or is_seed_generator_state(variable)
-            changed.append(None if is_unchanged else new)
-        return logits, changed, losses
+        new_values: list[tf.Tensor | None] = []
+        for variable, old, new in zip(variables, seeded, after, strict=True):
+            if new is old or is_seed_generator_state(variable):
+                new_values.append(None)
+            else:
+                new_values.append(new)
+        return logits, new_values, losses
 
     # The update
 
@@ -126,7 +128,7 @@ class TrainState:
           gradient.
         """
 
-        def update() -> tuple[tf.Tensor, tf.Tensor]:
+        def assign_all() -> tuple[tf.Tensor, tf.Tensor]:
             step = tf.convert_to_tensor(self.step)
             norm = gradient_norm(gradients)
             updated = tf.logical_and(finite, tf.math.is_finite(norm))
@@ -138,17 +140,20 @@ class TrainState:
 
             for variable, value in new_values:
                 with tf.device(variable.device):
+                    # a skipped step writes the old value back
                     variable.assign(tf.where(updated, value, variable))
 
             steps_done = step + 1
+            # lookahead first: the moving average is of the weights that it leaves
             with tf.name_scope("weight_averages"):
                 self.lookahead.update(steps_done, updated)
                 self.ema.update(steps_done, updated)
             self.step.assign(steps_done)
             return updated, norm
 
+        assign_all = xla_compiled(assign_all, self.jit_compile)
         with tf.name_scope("apply"), tf.device(self.step.device):
-            return xla_compiled(update, self.jit_compile)()
+            return assign_all()
 
     # What evaluations and checkpoints need
 
@@ -167,17 +172,19 @@ class TrainState:
         """Return every variable by its name in checkpoints, which does not depend on towers or
         devices.
         """
-        model = [*self.model.trainable_variables, *self.model.non_trainable_variables]
-        paths = [checkpoint_key(variable) for variable in model]
         named: dict[str, tf.Variable] = {"step": self.step}
-        for owner, variables in (
-            ("model", self.weights + self.non_trainable),
-            ("ema", self.ema.averages),
-            ("lookahead", self.lookahead.slow),
-        ):
-            # `ema` and `lookahead` may have no variables
-            for path, variable in zip(paths, variables, strict=False):
-                named[f"{owner}.{path}"] = variable
+
+        def add(owner: str, of_owner: Sequence[tf.Variable]) -> None:
+            variables = [*self.model.trainable_variables, *self.model.non_trainable_variables]
+            for variable, value in zip(variables, of_owner, strict=True):
+                named[f"{owner}.{checkpoint_key(variable)}"] = value
+
+        add("model", self.weights + self.non_trainable)
+        if self.ema.averages:
+            add("ema", self.ema.averages)
+        if self.lookahead.slow:
+            add("lookahead", self.lookahead.slow)
+
         for name, variable in self.optimizer.slots().items():
             named[f"optimizer.{name}"] = variable
         return named
@@ -189,6 +196,24 @@ class TrainState:
             if name.startswith("model."):
                 digest.update(name.encode() + variable.numpy().tobytes())
         return digest.hexdigest()
+
+
+def _seed_of_part(state: tf.Tensor, part: Batch) -> tf.Tensor:
+    """Return the state of a seed generator for a part of a batch, [run's seed, counter]."""
+    run_seed = state[0]
+    counter = part.draws.example_index[0] * MAX_DRAWS
+    return tf.stack([run_seed, tf.cast(counter, state.dtype)])
+
+
+class _AllLosses(keras.StatelessScope):
+    """A scope that keeps the losses of each call of a layer. Keras keeps those of the last call."""
+
+    def __init__(self, values: Iterable[tuple[keras.Variable, tf.Tensor]]):
+        super().__init__(values, collect_losses=True)
+        self.all_losses: list[tf.Tensor] = []
+
+    def add_loss(self, loss: tf.Tensor) -> None:
+        self.all_losses.append(loss)
 
 
 def call_in_training(
@@ -204,16 +229,13 @@ def call_in_training(
       every loss that a layer adds, in each of its calls, as a scalar.
     """
     variables = [*model.trainable_variables, *model.non_trainable_variables]
-    values = zip(variables, [*weights, *non_trainable], strict=True)
-    losses: list[tf.Tensor] = []
-    with keras.StatelessScope(values, collect_losses=True) as scope:
-        # a layer that is called again removes the losses of its last call from `scope.losses`, so
-        # they are kept here
-        scope.add_loss = losses.append
+    values = [*weights, *non_trainable]
+    with _AllLosses(zip(variables, values, strict=True)) as scope:
         logits = model.call(images, training=True)
-        losses += model.losses  # now those of regularizers of weights alone
-    new_values = [scope.get_current_value(v) for v in model.non_trainable_variables]
-    return logits, new_values, [to_scalar(loss) for loss in losses]
+        # Keras's own list is empty, so `model.losses` are those of regularizers of weights alone
+        losses = scope.all_losses + model.losses
+    after = [scope.get_current_value(v) for v in model.non_trainable_variables]
+    return logits, after, [to_scalar(loss) for loss in losses]
 
 
 def gradient_norm(gradients: Sequence[tuple]) -> tf.Tensor:
@@ -224,11 +246,13 @@ def gradient_norm(gradients: Sequence[tuple]) -> tf.Tensor:
             with tf.device(variable.device):
                 # dense, as a sparse gradient may have several rows of the same index
                 half_squares.append(tf.nn.l2_loss(tf.convert_to_tensor(gradient)))
-    return tf.sqrt(2.0 * tf.reduce_sum(half_squares)) if half_squares else tf.constant(0.0)
+    if not half_squares:
+        return tf.constant(0.0)
+    return tf.sqrt(2.0 * tf.reduce_sum(half_squares))
 
 
 def xla_compiled(function: Callable, jit_compile: bool) -> Callable[..., Any]:
-    """Return a function of tensors that XLA compiles whole if `jit_compile`; otherwise the function
-    itself.
-    """
-    return tf.function(function, autograph=False, jit_compile=True) if jit_compile else function
+    """Return a function that XLA compiles whole if `jit_compile`, otherwise the same function."""
+    if not jit_compile:
+        return function
+    return tf.function(function, autograph=False, jit_compile=True)

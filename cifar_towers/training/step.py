@@ -20,7 +20,12 @@ from cifar_towers.towers import (
     run_on_towers_synchronized,
     split_batch,
 )
-from cifar_towers.towers.gradients import Gradient, average_tensors, weighted_sum
+from cifar_towers.towers.gradients import (
+    Gradient,
+    add_gradients,
+    average_tensors,
+    scale_gradient,
+)
 from cifar_towers.towers.placement import HOST
 from cifar_towers.training.losses import EXAMPLE_LOSS
 from cifar_towers.training.state import TrainState, xla_compiled
@@ -33,9 +38,9 @@ class StepMetrics(NamedTuple):
 
     loss: Any  # mean of the user's loss, or of the cross entropy, over the whole batch
     accuracy: Any  # of the training batch, as augmented
-    gradient_norm: Any  # of the mean gradient of the active groups, before weight decay
-    tower_losses: Any  # [K] total loss
-    losses: dict[str, Any]  # by term, of the final tower only
+    gradient_norm: Any  # of the mean gradient, over the groups that have a learning rate now
+    tower_losses: Any  # [K] total loss of each tower
+    losses: dict[str, Any]  # of the final tower: each term of its loss, and their total
     updated: Any  # bool: the gradients were applied; otherwise the step was skipped
     stop_signal: Any = None  # of several processes: the largest signal number that any passed in
 
@@ -43,17 +48,19 @@ class StepMetrics(NamedTuple):
 class StepGradients(NamedTuple):
     """The gradients of one step, dense; None for a variable without one."""
 
-    mean: list  # N, over all towers
-    towers: list[list]  # N for each tower of this process
+    mean: list  # [N] means over all towers
+    towers: list[list]  # [towers of this process][N]
 
 
+Value: TypeAlias = Gradient  # of a result: a gradient, or another tensor
+# (batch, rates, image_size), and under `tf.distribute` on a cluster also a signal
 Update: TypeAlias = Callable[..., tuple[StepMetrics, StepGradients]]
 
 
 class TowerResult(NamedTuple):
     """The result of a forward and backward pass over a tower's shard, or over a part of it."""
 
-    losses: dict[str, tf.Tensor]  # means over the examples, by term
+    losses: dict[str, tf.Tensor]  # by term; see `losses.make_loss`
     gradients: list[Gradient]  # N, of the total loss, in the order of `TrainState.weights`
     non_trainable: list[tf.Tensor | None]  # S new values; None for an unchanged one
     num_correct: tf.Tensor
@@ -70,13 +77,13 @@ def make_update(
 ) -> Update:
     """Return the function of one step: (batch, rates, image_size) -> (metrics, gradients).
 
-    Its `rates` are the learning rates of the active parameter groups; no gradients are taken for
-    the other groups. Its `image_size` is a Python number of pixels that images are downsampled to;
-    0 leaves them as they are. As a `tf.function` it is traced once for each set of groups and each
-    image size.
+    `rates` maps the name of each active parameter group to its learning rate; no gradients are
+    taken for the other groups. `image_size` is a Python number of pixels that images are
+    downsampled to; 0 leaves them as they are. As a `tf.function` a step is traced once for each set
+    of groups and each image size.
 
     Args:
-      loss_fn: function (labels, logits, weights, layer losses) -> losses by term.
+      loss_fn: function (labels, logits, weights, model losses) -> losses by term.
       micro_batches: number of parts that each tower takes its shard in.
       synchronized: compute batch statistics over all towers in each norm, instead of over each
         tower's shard.
@@ -87,22 +94,26 @@ def make_update(
     def update(
         batch: Batch, rates: Mapping[str, tf.Tensor], image_size: int = 0
     ) -> tuple[StepMetrics, StepGradients]:
+        active_groups = tuple(rates)
+
         def on_tower(tower: Tower, shard: Batch) -> TowerResult:
-            return tower_step(shard, tuple(rates), image_size)
+            return tower_step(shard, active_groups, image_size)
 
-        results = run_towers(on_tower, towers, split_batch(batch, towers))
+        shards = split_batch(batch, towers)
+        results = run_towers(on_tower, towers, shards)
 
-        tower_grads = [zip(r.gradients, state.weights, strict=True) for r in results]
-        gradients = average_gradients(tower_grads)  # the towers meet here
+        tower_grads = [zip(result.gradients, state.weights, strict=True) for result in results]
+        averaged = average_gradients(tower_grads)  # the towers meet here
 
         non_trainable = average_non_trainable(results, state.non_trainable)
         losses = stack_losses(results)
-        updated, gradient_norm = state.apply(gradients, non_trainable, rates, all_finite(losses))
+        finite = all_finite(losses["total_loss"])
+        updated, gradient_norm = state.apply(averaged, non_trainable, rates, finite)
 
         num_correct = tf.add_n([result.num_correct for result in results])
         accuracy = num_correct / batch.labels.shape[0]
         metrics = make_step_metrics(losses, accuracy, updated, gradient_norm)
-        mean_gradients = [gradient for gradient, _ in gradients]
+        mean_gradients = [gradient for gradient, _ in averaged]
         return metrics, dense_gradients(mean_gradients, results)
 
     return update
@@ -115,8 +126,9 @@ class TowerStep:
     """A tower's part of the step: augment its shard, then compute losses, gradients and new
     non-trainable values.
 
-    With `state.jit_compile`, XLA compiles both parts, but no augmentation with a function of the
-    user's, which may use operations that XLA lacks.
+    With `state.jit_compile`, XLA compiles the augmentation, and the forward and backward pass. It
+    does not compile an augmentation with a function of the user's, which may use operations that
+    XLA lacks.
     """
 
     def __init__(
@@ -132,49 +144,46 @@ class TowerStep:
         self.micro_batches = micro_batches
 
     def __call__(self, shard: Batch, groups: Collection[str], image_size: int) -> TowerResult:
-        """Train on a shard: gradients are taken for the weights of some parameter groups."""
+        """Return the result of a shard, with gradients for the weights of some groups."""
+
+        def augment(shard: Batch) -> Batch:
+            return augment_shard(self.augmentation, shard, image_size)
+
+        def forward_backward(shard: Batch, weights: list, non_trainable: list) -> TowerResult:
+            def on_part(part: Batch) -> TowerResult:
+                return self.forward_backward(part, weights, non_trainable, groups)
+
+            total = run_micro_batches(on_part, shard, self.micro_batches, add_results)
+            return mean_of_results(total, self.micro_batches)
+
         weights, non_trainable = self.state.read_variables()
-        jit_compile = self.state.jit_compile
+        compile_augment = self.state.jit_compile and not self.augmentation.own
+        augment = xla_compiled(augment, compile_augment)
+        forward_backward = xla_compiled(forward_backward, self.state.jit_compile)
 
-        augment = functools.partial(augment_shard, self.augmentation, image_size)
-        shard = xla_compiled(augment, jit_compile and not self.augmentation.own)(shard)
-
-        accumulate = functools.partial(self.accumulate, groups)
-        return xla_compiled(accumulate, jit_compile)(shard, weights, non_trainable)
-
-    def accumulate(
-        self,
-        groups: Collection[str],
-        shard: Batch,
-        weights: list[tf.Tensor],
-        non_trainable: list[tf.Tensor],
-    ) -> TowerResult:
-        """Run forward and backward on each micro-batch, and return the mean of the results."""
-
-        def on_part(part: Batch) -> TowerResult:
-            return self.forward_backward(groups, part, weights, non_trainable)
-
-        total = run_micro_batches(on_part, shard, self.micro_batches, add_results)
-        return mean_of_results(total, self.micro_batches)
+        augmented = augment(shard)
+        return forward_backward(augmented, weights, non_trainable)
 
     def forward_backward(
         self,
-        groups: Collection[str],
         part: Batch,
         weights: list[tf.Tensor],
         non_trainable: list[tf.Tensor],
+        groups: Collection[str],
     ) -> TowerResult:
         """Compute the result for augmented examples: a pure function."""
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(self.state.weights_of_groups(weights, groups))
-            logits, new_values, layer_losses = self.state.call(weights, non_trainable, part)
-            losses = self.loss_fn(part.labels, logits, weights, layer_losses)
+            logits, new_values, model_losses = self.state.call(weights, non_trainable, part)
+            losses = self.loss_fn(part.labels, logits, weights, model_losses)
+
         with tf.name_scope("backward"):
+            # None for weights that are not watched
             gradients = tape.gradient(losses["total_loss"], weights)
         return TowerResult(losses, gradients, new_values, count_correct(part.labels, logits))
 
 
-def augment_shard(augmentation: Augmentation, image_size: int, shard: Batch) -> Batch:
+def augment_shard(augmentation: Augmentation, shard: Batch, image_size: int) -> Batch:
     """Return a shard with augmented images. The augmentation may change the labels too."""
     images, labels = augmentation.augment_with_labels(
         shard.images, shard.labels, shard.draws, image_size
@@ -183,7 +192,9 @@ def augment_shard(augmentation: Augmentation, image_size: int, shard: Batch) -> 
 
 
 def count_correct(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    """Return how often the largest logit is that of the label, or of the label's largest share."""
+    """Return the number of examples whose largest logit is at their class; of mixed labels, at the
+    class with the largest share.
+    """
     classes = labels if labels.shape.rank == 1 else tf.argmax(labels, -1)
     correct = tf.equal(classes, tf.argmax(logits, -1))
     return tf.reduce_sum(tf.cast(correct, tf.float32))
@@ -195,10 +206,10 @@ def count_correct(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
 def add_results(total: TowerResult, result: TowerResult) -> TowerResult:
     """Add the result of a micro-batch to the sum so far."""
 
-    def add(old: Gradient, new: Gradient) -> Gradient:
+    def add(old: Value, new: Value) -> Value:
         if is_integer(new):
             return new  # a counter or a seed keeps its last value
-        return weighted_sum([old, new], [1.0, 1.0], device="")
+        return add_gradients(old, new)
 
     return tf.nest.map_structure(add, total, result)
 
@@ -208,18 +219,18 @@ def mean_of_results(total: TowerResult, count: int) -> TowerResult:
     if count == 1:
         return total
 
-    def divide(value: Gradient) -> Gradient:
+    def divide(value: Value) -> Value:
         if is_integer(value):
             return value
-        return weighted_sum([value], [1 / count], device="")
+        return scale_gradient(value, 1 / count)
 
     means = tf.nest.map_structure(divide, total)
-    return means._replace(num_correct=total.num_correct)
+    return means._replace(num_correct=total.num_correct)  # which is a count, no mean
 
 
-def is_integer(value: Gradient) -> bool:
-    """Return whether a value is there and an integer."""
-    return value is not None and value.dtype.is_integer
+def is_integer(value: Value) -> bool:
+    """Return whether a value is an integer tensor; None is not."""
+    return value is not None and not value.dtype.is_floating
 
 
 # What the towers' results become ------------------------------------------------------------------
@@ -231,13 +242,13 @@ def average_non_trainable(
     """Average the new values of S non-trainable variables over the towers, each on its variable's
     device. Integers keep the final tower's value; None stands for an unchanged one.
     """
-    tower_values = [result.non_trainable for result in results]
     averaged: list[tf.Tensor | None] = []
     with tf.name_scope("average_statistics"):
-        for variable, *values in zip(variables, *tower_values, strict=True):
-            last = values[-1]
-            if last is None or is_integer(last):
-                averaged.append(last)
+        for index, variable in enumerate(variables):
+            values = [result.non_trainable[index] for result in results]
+            final = values[-1]
+            if final is None or is_integer(final):
+                averaged.append(final)
                 continue
             with tf.device(variable.device):
                 averaged.append(average_tensors(values))
@@ -253,9 +264,9 @@ def stack_losses(results: Sequence[TowerResult]) -> dict[str, tf.Tensor]:
         }
 
 
-def all_finite(losses: Mapping[str, tf.Tensor]) -> tf.Tensor:
-    """Return whether the total losses [K] of all towers are finite."""
-    return tf.reduce_all(tf.math.is_finite(losses["total_loss"]))
+def all_finite(tower_losses: tf.Tensor) -> tf.Tensor:
+    """Return whether the losses [K] of all towers are finite."""
+    return tf.reduce_all(tf.math.is_finite(tower_losses))
 
 
 def make_step_metrics(
@@ -281,11 +292,11 @@ def dense_gradients(
 ) -> StepGradients:
     """Return the mean gradients and the towers', sparse ones as dense tensors."""
 
-    def dense(gradient: Gradient) -> tf.Tensor | None:
-        return None if gradient is None else tf.convert_to_tensor(gradient)
+    def dense(gradients: Sequence[Gradient]) -> list[tf.Tensor | None]:
+        return [None if g is None else tf.convert_to_tensor(g) for g in gradients]
 
-    towers = [[dense(gradient) for gradient in result.gradients] for result in results]
-    return StepGradients([dense(gradient) for gradient in mean_gradients], towers)
+    towers = [dense(result.gradients) for result in results]
+    return StepGradients(mean=dense(mean_gradients), towers=towers)
 
 
 # The function that is traced ----------------------------------------------------------------------
@@ -294,12 +305,12 @@ def dense_gradients(
 def as_tf_function(update: Update, compile_whole: bool = False) -> Any:
     """Return an update as the `tf.function` of a step, whose metrics are copied to the host.
 
-    With `compile_whole`, XLA compiles all of the update. There must then be one tower, with all
-    variables on its device.
+    With `compile_whole`, XLA compiles all of the update. This is for one tower, whose device has
+    all variables.
     """
     compiled = xla_compiled(update, compile_whole)
 
-    @functools.wraps(update)
+    @functools.wraps(update)  # `tf.function` has its arguments by the signature
     def train_step(*args, **kwargs) -> tuple[StepMetrics, StepGradients]:
         metrics, gradients = compiled(*args, **kwargs)
         return copy_to_host(metrics), gradients

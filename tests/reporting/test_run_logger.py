@@ -153,3 +153,9 @@ def test_a_profile_that_cannot_be_written_is_one_warning(tmp_path, caplog):
     assert not profile(tmp_path, range(4), "0:2") and len(caplog.records) == 1
     (tmp_path / "train").unlink()
     assert profile(tmp_path, range(4), "0:2")  # the profiler is free
+
+
+def test_steps_of_a_profile_run_as_always(tmp_path):
+    """The trace waits before it begins and ends, not within."""
+    logger, _ = logger_of(tmp_path, profile_steps="2:5")
+    assert [step for step in range(9) if logger.is_profile_bound(step)] == [2, 5]

@@ -70,7 +70,7 @@ def finished(step, finite, proxy_finite=True):
 
 
 def test_skipped_steps_are_counted_in_all_and_in_a_row(towers):
-    """Steps of the proxy count, too."""
+    """A skipped update of the proxy is no skipped step, and its own row ends the run, too."""
     health = Health(towers(1))
     later = Health(towers(1))
     steps = (
@@ -81,12 +81,16 @@ def test_skipped_steps_are_counted_in_all_and_in_a_row(towers):
         finished(10, True, False),
     )
     lines = [health.record(step) for step in steps]
-    assert lines[0] == lines[2] == "" and lines_with(
-        lines[1], "step 7 ", "1 in a row", "loss of tower_0"
-    )
-    assert "proxy" not in lines[3] and lines_with(
-        lines[4], "step 10 ", "2 in a row", "proxy: the loss of tower_0"
-    )
-    assert health.metadata() == {"skipped_steps": 3, "skipped_in_a_row": 2}
+    assert lines[0] == lines[2] == []
+    assert lines_with(*lines[1], "step 7 ", "1 in a row", "loss of tower_0")
+    assert lines_with(*lines[3], "step 9 ", "1 in a row") and "proxy" not in lines[3][0]
+    assert lines_with(*lines[4], "proxy's update of step 10 ", "1 in a row", "loss of tower_0")
+    assert health.metadata() == {
+        "skipped_steps": 2,
+        "skipped_in_a_row": 0,
+        "proxy_skipped_in_a_row": 1,
+    }
     later.restore(health.metadata() | {"step": 20})
-    assert lines_with(later.record(finished(21, False)), "step 21 ", "3 in a row")
+    assert len(later.record(finished(21, False, False))) == 2 and not later.has_diverged
+    later.record(finished(22, True, False))
+    assert later.has_diverged and later.skipped_steps == 3
