@@ -14,6 +14,7 @@ from cifar_towers.errors import DataError
 
 SPLITS = ("train", "validation", "test")
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+TEST_FRACTION = 0.2  # of each class, where there is no test split
 PIXELS_PER_CHUNK = 10_000_000  # counted at a time
 
 
@@ -105,6 +106,19 @@ class Dataset(NamedTuple):
                 f"{self.name} has now; put the images back as they were, or give another "
                 "--train_dir, or --overwrite"
             )
+
+
+def fifth_of_each_class(labels: np.ndarray) -> np.ndarray:
+    """Return [n] bool, true for the first examples of each class: a fifth of them, at least one.
+
+    The examples must be in a random order. Those are the test split of a set without one.
+    """
+    is_held_out = np.zeros(len(labels), bool)
+    for number in np.unique(labels):
+        places = np.flatnonzero(labels == number)
+        count = max(1, round(TEST_FRACTION * len(places)))
+        is_held_out[places[:count]] = True
+    return is_held_out
 
 
 def moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import logging
 import os
+import unicodedata
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,7 +14,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from cifar_towers.data import image_files
-from cifar_towers.data.dataset import SPLITS, DatasetInfo, Split, moments
+from cifar_towers.data.dataset import (
+    SPLITS,
+    DatasetInfo,
+    Split,
+    fifth_of_each_class,
+    moments,
+)
 from cifar_towers.errors import DataError, listed, printable
 from cifar_towers.registry import CSV, FOLDER, NPZ
 
@@ -26,7 +33,6 @@ Scanned: TypeAlias = tuple[
     tuple[str, ...], dict[str, Examples]
 ]  # names of the classes, and the splits
 
-TEST_FRACTION = 0.2  # of each class, if there is no test split
 LAYOUT = (
     "pictures must be <class>/*, or train/<class>/*, test/<class>/* and, if there are any, "
     "validation/<class>/*"
@@ -83,7 +89,7 @@ def locate(prefix: str, root: Path) -> Callable[[int, Sequence[str]], dict[str, 
                 name for name, count in zip(class_names, counts, strict=True) if not count
             ]:
                 raise ValueError(f"there are no images of {listed(missing)} to train on")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise DataError(f"dataset={prefix}{root}: {error}") from error
 
     def read(image_size: int, names: Sequence[str]) -> dict[str, Split]:
@@ -117,16 +123,10 @@ def _take(items: Sequence[Any], labels: np.ndarray, places: Sequence[int] | np.n
 
 
 def _hold_out(items: Sequence[Any], labels: np.ndarray) -> tuple[Examples, Examples]:
-    """Return (train, test): test has the first examples of each class, a fifth of them but at least
-    one.
-    """
-    held_out = np.zeros(len(labels), bool)
-    for number in {*labels.tolist()}:
-        places = np.flatnonzero(labels == number)
-        held_out[places[: max(1, round(TEST_FRACTION * len(places)))]] = True
-    return _take(items, labels, np.flatnonzero(~held_out)), _take(
-        items, labels, np.flatnonzero(held_out)
-    )
+    """Return (train, test), where test has the first fifth of each class."""
+    is_held_out = fifth_of_each_class(labels)
+    train = _take(items, labels, np.flatnonzero(~is_held_out))
+    return train, _take(items, labels, np.flatnonzero(is_held_out))
 
 
 def _read(items: Sequence[Any], image_size: int) -> np.ndarray:
@@ -187,7 +187,7 @@ def _scan_table(table: Path) -> Scanned:
     """
     files: dict[str, dict[Path, str]] = {}
     with table.open(encoding="utf-8-sig", newline="") as lines:
-        rows = csv.DictReader(lines)
+        rows = csv.DictReader(lines, strict=True)
         columns = rows.fieldnames or []
         if sorted(columns) not in (["file", "label"], ["file", "label", "split"]):
             raise ValueError(f"its columns are {', '.join(columns)}; {COLUMNS}")
@@ -195,7 +195,9 @@ def _scan_table(table: Path) -> Scanned:
             cells = {name: (row[name] or "").strip() for name in columns}
             path, split = table.parent / cells["file"], cells.get("split", "train")
             is_listed = any(path in of_split for of_split in files.values())
-            if None in row or not all(cells.values()) or split not in SPLITS or is_listed:
+            has_break = any("\n" in cell for cell in cells.values())  # a quote that was not closed
+            is_complete = None not in row and all(cells.values()) and not has_break
+            if not is_complete or split not in SPLITS or is_listed:
                 raise ValueError(f"line {rows.line_num} is {','.join(cells.values())}; {ROWS}")
             files.setdefault(split, {})[path] = cells["label"]
     return _number_classes(files, {split: {*labels.values()} for split, labels in files.items()})
@@ -211,19 +213,30 @@ def _number_classes(
       files: split -> file -> name of its class.
       classes: split -> names of its classes, also of those without files.
     """
-    class_names = tuple(
-        sorted(classes.get("train") or {name for names in classes.values() for name in names})
-    )
+    known = classes.get("train") or {name for names in classes.values() for name in names}
+    class_names = tuple(sorted({_composed(name) for name in known}))
     for split, names in classes.items():
-        if unknown := sorted({*names}.difference(class_names)):
+        unknown = sorted({_composed(name) for name in names}.difference(class_names))
+        if unknown:
             raise ValueError(
                 f"{split} has the classes {listed(unknown)}, and train only {listed(class_names)}"
             )
+
     numbers = {name: number for number, name in enumerate(class_names)}
-    return class_names, {
-        split: ([*labels], np.array([numbers[name] for name in labels.values()], np.int64))
-        for split, labels in files.items()
-    }
+    splits: dict[str, Examples] = {}
+    for split, labels in files.items():
+        classes_of_files = [numbers[_composed(name)] for name in labels.values()]
+        splits[split] = [*labels], np.array(classes_of_files, np.int64)
+    return class_names, splits
+
+
+def _composed(name: str) -> str:
+    """Return a class name in Unicode's composed form; file systems and editors use either form."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the class {name!r} is not UTF-8") from None
+    return unicodedata.normalize("NFC", name)
 
 
 def _scan_arrays(path: Path) -> Scanned:
@@ -256,6 +269,8 @@ def _scan_arrays(path: Path) -> Scanned:
                 f"y_{split} is {labels.min()} to {labels.max()}, of {len(names)} classes; {LABELS}"
             )
         splits[split] = [*images], labels.astype(np.int64)
+    if names.dtype.kind not in "Uiu":
+        raise ValueError(f"class_names is {names.dtype}; names must be text")
     if len({*names.tolist()}) < len(names):
         raise ValueError("class_names has a name twice")
     return tuple(map(str, names.tolist())), splits

@@ -12,7 +12,13 @@ import numpy as np
 from PIL import Image
 
 from cifar_towers.data import image_files
-from cifar_towers.data.dataset import CLASSES, DatasetInfo, Split, moments
+from cifar_towers.data.dataset import (
+    CLASSES,
+    DatasetInfo,
+    Split,
+    fifth_of_each_class,
+    moments,
+)
 from cifar_towers.errors import DataError, error_line
 
 log = logging.getLogger(__name__)
@@ -61,8 +67,8 @@ def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> 
     """Return those of train and test that are wanted and exist, each image's central square resized
     to `image_size`.
 
-    The test split is `test`; `validation`, if there is no test; otherwise the last fifth of
-    `train`.
+    The test split is `test`; `validation`, if there is no test; otherwise a fifth of each class of
+    `train`, the same in every run.
 
     Raises:
       DataError: the data set cannot be downloaded or read, or is not images with one class each.
@@ -76,20 +82,20 @@ def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> 
         if not builder.is_prepared():
             log.info("preparing %s in %s", name, directory)
             builder.download_and_prepare()
-        parts = {
-            part: split
-            for part, split in _split_names(builder.info.splits).items()
-            if part in wanted
-        }
-        splits = {
-            part: _read(builder, split, image, label, image_size) for part, split in parts.items()
-        }
+        names = _split_names(builder.info.splits, wanted)
+        splits = {}
+        for part, split in names.items():
+            splits[part] = _read(builder, split, image, label, image_size)
+        if "test" in wanted and "test" not in names and "train" in splits:
+            log.info("dataset=%s: it has no test split, so a fifth of each class is one", name)
+            splits["train"], splits["test"] = hold_out(splits["train"])
+            splits = {part: splits[part] for part in wanted if part in splits}
     except Exception as error:
         raise DataError(
             f"dataset={name} in {directory} cannot be read ({error_line(error)})"
         ) from error
-    if parts.get("test", "test") != "test":
-        log.info("dataset=%s: its %s is used as the test split", name, parts["test"])
+    if names.get("test", "test") != "test":
+        log.info("dataset=%s: its %s is used as the test split", name, names["test"])
     if splits:
         class_names = (
             CLASSES if builder.name in UNNAMED else tuple(builder.info.features[label].names)
@@ -113,18 +119,25 @@ def _find_feature(info: Any, kind: type) -> str:
     return names[0]
 
 
-def _split_names(splits: Iterable[str]) -> dict[str, str]:
-    """Return the names of TFDS's splits for `train` and `test`, or for `test` alone, as `load`
-    chooses them.
+def _split_names(splits: Iterable[str], wanted: Sequence[str]) -> dict[str, str]:
+    """Return the names of TFDS's splits for those of `train` and `test` that are wanted, as `load`
+    chooses them. Without a test split `train` is needed for it.
     """
+    names = {}
     test = next((split for split in ("test", "validation") if split in splits), None)
-    if "train" in splits:
-        return (
-            {"train": "train", "test": test}
-            if test
-            else {"train": "train[:80%]", "test": "train[80%:]"}
-        )
-    return {"test": test} if test else {}
+    if "train" in splits and ("train" in wanted or not test):
+        names["train"] = "train"
+    if test and "test" in wanted:
+        names["test"] = test
+    return names
+
+
+def hold_out(train: Split) -> tuple[Split, Split]:
+    """Return (train, test), where test has a random fifth of each class, the same in every run."""
+    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(train.labels))
+    is_held_out = fifth_of_each_class(train.labels[order])
+    rest = np.sort(order[~is_held_out])
+    return train.take(rest), train.take(np.sort(order[is_held_out]))
 
 
 def _read(builder: Builder, split: str, image: str, label: str, image_size: int) -> Split:
@@ -139,4 +152,6 @@ def _read(builder: Builder, split: str, image: str, label: str, image_size: int)
         picture = Image.fromarray(levels.squeeze(-1) if levels.shape[-1] == 1 else levels)
         images.append(image_files.to_levels(picture, image_size))
         labels.append(example[label])
+    if min(labels, default=0) < 0:
+        raise DataError(f"{split} has examples without a label, {min(labels)}")
     return Split(np.stack(images), np.array(labels, np.int64))

@@ -1,5 +1,7 @@
 """Data sets of the user's own: folders of pictures, tables of pictures, and files of arrays."""
 
+import unicodedata
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -148,6 +150,13 @@ REFUSALS = [  # how to write the data, what to write, what the error names
     (table, ["file,label", "a/1.png,cat", "a/1.png,dog"], "line 3"),
     (table, ["file,label,split", "a/1.png,cat,train", "3.png,Cat,test"], "classes Cat"),
     (table, ["file,label", *(f"{name},{name[0]}" for name in FILES)], "images of 3, b"),
+    (table, ["file,label", 'a/1.png,"cat', "a/2.jpg,dog"], "unexpected end of data"),
+    (table, ["file,label", 'a/1.png,"cat', 'a/2.jpg,dog"', "b/3.gif,dog"], "line 3"),
+    (
+        folder,
+        ["train/a/1.png", b"train/b\xff/2.png".decode("utf-8", "surrogateescape")],
+        "not UTF-8",
+    ),
     (arrays, {"x_val": TEST.images}, "x_val"),
     (arrays, {"y_test": None}, "x_train, y_train, x_test;"),
     (arrays, {"x_train": TRAIN.images / 255}, "x_train is float64"),
@@ -160,6 +169,7 @@ REFUSALS = [  # how to write the data, what to write, what the error names
     (arrays, {"y_test": TEST.labels + 1}, "y_test is 1 to 10"),
     (arrays, {"class_names": list("abcdefghijk")}, "images of k"),
     (arrays, {"class_names": list("abcdefghia")}, "class_names"),
+    (arrays, {"class_names": np.array([*"abcdefghij"], "S")}, "class_names is |S1"),
     (arrays, {"y_train": TRAIN.labels.astype(object)}, "Object arrays"),
 ]
 
@@ -216,7 +226,7 @@ def test_files_of_a_table_are_relative_to_it(tmp_path):
         'a/2.jpg," cat, big",train',
         "3.png,été,test",
         "",
-        "b/4.gif,été ,validation",
+        f"b/4.gif,{unicodedata.normalize('NFD', 'été')} ,validation",
     ]
     data = load(table(tmp_path, ["\ufefffile,label,split", *rows]), 8)
     assert data.info.class_names == ("cat, big", "été")
