@@ -325,22 +325,28 @@ class Sample(NamedTuple):
 
 
 def describe_difference(one: Sample, other: Sample) -> str:
-    """Return the mean of `one` less that of `other`, of fractions, in percentage points with its 95
-    % interval.
-
-    The interval is Student's, with the pooled variance of two samples of two or more values each.
+    """Return the mean of `one` less that of `other`, of fractions, in percentage points with its
+    95 % interval by Welch's t-test (B. L. Welch, Biometrika 34, 1947), which lets the two variances
+    differ. Both samples need two or more values. If neither varies, there is no interval.
 
     >>> describe_difference(Sample(0.944, 0.0005, 2), Sample(0.9, 0.0095, 2))
-    '+4.40 points (95 % +1.51 to +7.29), n=2 and 2'
+    '+4.40 points (Welch, 95 % -4.15 to +12.95), n=2 and 2'
     """
-    degrees = one.n + other.n - 2
-    variance = ((one.n - 1) * one.std**2 + (other.n - 1) * other.std**2) / degrees
-    half = STUDENT_T[min(degrees, len(STUDENT_T)) - 1] * math.sqrt(
-        variance * (1 / one.n + 1 / other.n)
+    difference = one.mean - other.mean
+    sizes = f"n={one.n} and {other.n}"
+    variance_of_one = one.std**2 / one.n
+    variance_of_other = other.std**2 / other.n
+    variance = variance_of_one + variance_of_other
+    if variance == 0:
+        return f"{100 * difference:+.2f} points, {sizes}"
+
+    degrees = variance**2 / (
+        variance_of_one**2 / (one.n - 1) + variance_of_other**2 / (other.n - 1)
     )
-    mean = one.mean - other.mean
-    interval = f"95 % {100 * (mean - half):+.2f} to {100 * (mean + half):+.2f}"
-    return f"{100 * mean:+.2f} points ({interval}), n={one.n} and {other.n}"
+    row = min(math.floor(degrees + 1e-9), len(STUDENT_T))  # 2 may have been rounded to 1.99...
+    half = STUDENT_T[row - 1] * math.sqrt(variance)
+    interval = f"{100 * (difference - half):+.2f} to {100 * (difference + half):+.2f}"
+    return f"{100 * difference:+.2f} points (Welch, 95 % {interval}), {sizes}"
 
 
 def flatten(

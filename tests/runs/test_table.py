@@ -138,17 +138,21 @@ def pairs(tmp_path):
     return sorted((tmp_path / "all").iterdir())
 
 
-def test_difference_has_students_interval():
+def test_difference_has_welchs_interval():
+    """Degrees of freedom by hand: 2 * 25 / 17 = 2.9 for deviations of 1 and 2, and 4 for equal
+    ones. Pooled variances would give 4 for both, and narrower intervals.
+    """
     one, other = Sample.of([0.94, 0.95, 0.96]), Sample.of([0.91, 0.93, 0.95])
     assert np.allclose(one, (0.95, 0.01, 3)) and np.allclose(other, (0.93, 0.02, 3))
-    half = (
-        100 * STUDENT_T[3] * np.sqrt((0.01**2 + 0.02**2) / 3)
-    )  # groups of one size: pooled as by each
-    assert (
-        describe_difference(one, other)
-        == f"+2.00 points (95 % {2 - half:+.2f} to {2 + half:+.2f}), n=3 and 3"
-    )
+    half = 100 * STUDENT_T[2 - 1] * np.sqrt((0.01**2 + 0.02**2) / 3)
+    interval = f"(Welch, 95 % {2 - half:+.2f} to {2 + half:+.2f}), n=3 and 3"
+    assert describe_difference(one, other) == f"+2.00 points {interval}"
     assert describe_difference(other, one).startswith("-2.00 points")
+
+    half = 100 * STUDENT_T[4 - 1] * np.sqrt(2 * 0.01**2 / 3)
+    interval = f"{2 - half:+.2f} to {2 + half:+.2f}"
+    assert interval in describe_difference(one, one._replace(mean=0.93))
+    assert describe_difference(Sample(0.9, 0, 2), Sample(0.8, 0, 2)) == "+10.00 points, n=2 and 2"
 
 
 def test_runs_of_one_recipe_with_other_settings_are_groups_of_their_own(tmp_path):
@@ -190,7 +194,7 @@ def test_runs_on_other_images_of_any_split_or_with_other_code_are_a_group_of_the
 
 def test_difference_reads_in_the_order_of_its_names(pairs):
     assert table.compare_groups(grouped(*pairs[2:], *pairs[:2])) == [
-        "lr1.5 - lr0.3: +4.40 points (95 % +0.08 to +8.72), n=2 and 2; test/raw"
+        "lr1.5 - lr0.3: +4.40 points (Welch, 95 % -8.37 to +17.17), n=2 and 2; test/raw"
     ]
     assert table.compare_groups(grouped(*pairs))[0].startswith(
         "lr0.3 - lr1.5: -4.40 points (95 % -8.72 to -0.08)"
@@ -200,7 +204,7 @@ def test_difference_reads_in_the_order_of_its_names(pairs):
 def test_table_is_followed_by_the_means_of_groups_and_the_difference_of_two(pairs, listed):
     place = pairs[0].parent
     means = ["lr0.3: test/raw 90.00 ± 1.41 % (n=2)", "lr1.5: test/raw 94.40 ± 0.14 % (n=2)"]
-    difference = "lr0.3 - lr1.5: -4.40 points (95 % -8.72 to -0.08), n=2 and 2; test/raw"
+    difference = "lr0.3 - lr1.5: -4.40 points (Welch, 95 % -17.17 to +8.37), n=2 and 2; test/raw"
     make_runs(place, 2, "single")
     (place / "single-seed1/result.json").unlink()
     assert listed(place).split("\n\n")[-1].splitlines() == [*means, difference]
@@ -253,7 +257,7 @@ def test_groups_are_compared_by_a_score_that_all_have(tmp_path):
         for each in scores:
             each["accuracy"] = accuracy if (each["weights"], each["tta"]) == ("ema", True) else 0.5
         write_scores(path, *scores)
-    text = "one - other: +2.00 points (95 % -1.58 to +5.58), n=3 and 3; test/ema_tta"
+    text = "one - other: +2.00 points (Welch, 95 % -3.56 to +7.56), n=3 and 3; test/ema_tta"
     assert table.compare_groups(grouped(*paths)) == [text]
     others = [*make_runs(tmp_path, 2, "raw"), *make_runs(tmp_path, 2, "third", finished=False)]
     (line,) = table.compare_groups(grouped(*paths[:3], *others))
