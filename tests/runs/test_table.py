@@ -197,7 +197,7 @@ def test_difference_reads_in_the_order_of_its_names(pairs):
         "lr1.5 - lr0.3: +4.40 points (Welch, 95 % -8.37 to +17.17), n=2 and 2; test/raw"
     ]
     assert table.compare_groups(grouped(*pairs))[0].startswith(
-        "lr0.3 - lr1.5: -4.40 points (95 % -8.72 to -0.08)"
+        "lr0.3 - lr1.5: -4.40 points (Welch, 95 % -17.17 to +8.37)"
     )
 
 
