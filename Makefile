@@ -108,7 +108,7 @@ compare: .venv/ready  ## train small runs at REV and at HEAD: are losses and wei
 faults: .venv/dev-ready  ## inject faults: kill runs, damage files, fill disks (Linux, root, strace)
 	@$(BIN)/python -m tests.faults $(ARGS)
 
-faults-long: .venv/dev-ready  ## as many trials as in docs/robustness.md (hours); the same command resumes
+faults-long: .venv/dev-ready  ## many more trials (hours); the same command resumes
 	@$(BIN)/python -m tests.faults --long $(ARGS)
 
 clean:  ## remove .venv and caches, never runs/

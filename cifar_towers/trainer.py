@@ -73,7 +73,8 @@ def train(
     Raises:
       Interrupted: after a signal.
       UsageError: the settings do not fit this machine, model or data set.
-      RunError: the last step could not be saved. Others: see `cifar_towers.errors`.
+      RunError: the last step could not be saved, or workers end with different weights. Others: see
+        `cifar_towers.errors`.
     """
     with coordination.connect(cluster, lambda: build.setup_devices(config, cluster)) as (
         workers,
@@ -142,7 +143,9 @@ def finish(step: int, saved: bool, run: "Training") -> dict:
     run.evaluate_now(step, final=True)
     run.note_target(step)
     weights_sha256 = run.state.weights_sha256()
-    run.workers.assert_equal({"weights, as sha256,": weights_sha256})
+    difference = run.workers.describe_difference({"weights, as sha256,": weights_sha256})
+    if difference:
+        raise RunError(f"the workers have trained different weights: {difference}")
     result = {
         "step": step,
         "reached": run.reached or None,
@@ -222,7 +225,7 @@ class Training:
             for name, variable in hard_examples.proxy.named_variables().items():
                 self.variables[f"{PROXY}.{name}"] = variable
 
-        self.logger = RunLogger(setup, self.state.model, timer)
+        self.logger = RunLogger(setup, directory.path, self.state.model, timer)
         self.log = self.logger.log
         self.health = Health(setup.towers)
         self.diagnoser = Diagnoser(self.state.model, augmentation, setup.local_towers)

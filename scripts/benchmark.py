@@ -287,9 +287,10 @@ def peer_rate(framework: str, net: str, precision: str, on_gpus: bool) -> float:
         environment[ONEDNN] = "1"
 
     net_and_sizes = [str(value) for value in NETS[net]]
-    is_slow = NETS[net][-1] >= 1024 and not on_gpus  # five to fifteen seconds a step
-    steps = "5" if is_slow else "20"
-    arguments = [framework.removesuffix("-onednn"), *net_and_sizes, precision, steps]
+    steps = WINDOW_STEPS * (GPU_WINDOWS if on_gpus else CPU_WINDOWS)  # as many as of our training
+    if NETS[net][-1] >= 1024 and not on_gpus:
+        steps = 5  # of five to fifteen seconds each
+    arguments = [framework.removesuffix("-onednn"), *net_and_sizes, precision, str(steps)]
     command = [sys.executable, "-m", "scripts.peers", *arguments]
     return float(run(command, cwd=REPOSITORY, env=environment).splitlines()[-1])
 

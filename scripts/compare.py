@@ -279,8 +279,10 @@ def compare_revisions(first: str, second: str, names: Sequence[str], keep: Path 
       keep: directory in which the runs stay; None: they are removed.
 
     Raises:
-      UsageError: there is no such revision.
+      UsageError: there is no such revision, or HEAD is not what the files are.
     """
+    if "HEAD" in (first, second) and git("status", "--porcelain"):
+        raise UsageError("there are uncommitted changes, which HEAD does not have; commit them")
     for number in (signal.SIGINT, signal.SIGTERM):
         # an exception, so that worktrees are removed on the way out
         signal.signal(number, lambda received, _: sys.exit(128 + received))

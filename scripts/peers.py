@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,30 @@ def main(
     print(count * timed / (ends[-1] - ends[WARM_UP_STEPS - 1]))
 
 
+class StepsRead:
+    """The times at which steps ended. A step's loss is read once the next has started, as this
+    project reads it, so that a GPU has work meanwhile.
+    """
+
+    def __init__(self, read: Callable[[Any], float]):
+        self.read = read  # waits for the step of a loss
+        self.ends: list[float] = []
+        self.unread: list[Any] = []
+
+    def start(self, loss: Any) -> None:
+        """Wait for the step before the one that has this loss."""
+        self.finish()
+        self.unread.append(loss)
+
+    def finish(self) -> list[float]:
+        """Wait for the last step, and return the times of all."""
+        for loss in self.unread:
+            self.read(loss)
+            self.ends.append(time.perf_counter())
+        self.unread.clear()
+        return self.ends
+
+
 # Keras --------------------------------------------------------------------------------------------
 
 
@@ -66,15 +91,14 @@ def keras_fit(
     data = tf.data.Dataset.from_tensors((images, labels)).cache().repeat().prefetch(2)
 
     def make_steps(steps: int) -> list[float]:
-        ends: list[float] = []
+        steps_read = StepsRead(float)
 
         def end_step(batch: int, logs: dict) -> None:
-            float(logs["loss"])  # waits for the step
-            ends.append(time.perf_counter())
+            steps_read.start(logs["loss"])
 
         callback = keras.callbacks.LambdaCallback(on_train_batch_end=end_step)
         model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[callback])
-        return ends
+        return steps_read.finish()
 
     return sum(weight.shape.num_elements() for weight in model.trainable_weights), make_steps
 
@@ -147,7 +171,7 @@ def pytorch(
     forward = torch.compile(model) if compiled else model
 
     def make_steps(steps: int) -> list[float]:
-        ends = []
+        steps_read = StepsRead(lambda loss: loss.item())
         for _ in range(steps):
             with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
                 logits = forward(batch)
@@ -155,9 +179,8 @@ def pytorch(
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            loss.item()  # waits for the step
-            ends.append(time.perf_counter())
-        return ends
+            steps_read.start(loss)
+        return steps_read.finish()
 
     return sum(parameter.numel() for parameter in trained), make_steps
 

@@ -13,7 +13,7 @@ from typing import Any
 from absl import flags as absl_flags
 
 from cifar_towers.config.settings import Config, Settings, title_of
-from cifar_towers.config.train_config import TrainConfig
+from cifar_towers.config.train_config import DeviceSettings, TrainConfig
 from cifar_towers.errors import UsageError
 from cifar_towers.registry import FUNCTIONS, find_source
 
@@ -110,11 +110,12 @@ def make_config(config_class: type[Config], settings: Mapping[str, Any]) -> Conf
 
 
 def help_text(config_class: type[Settings], description: str, is_full: bool) -> str:
-    """Return the description of a program and the help of its flags. By default, settings of a
-    training that are not `BASIC` are left out.
+    """Return the description of a program and the help of its flags. By default, settings that are
+    not `BASIC` are left out: of a training all, elsewhere those of the devices.
     """
     fields = flag_settings(config_class)
-    more = {field.name for field in dataclasses.fields(TrainConfig)}.difference(BASIC)
+    shortened = TrainConfig if issubclass(config_class, TrainConfig) else DeviceSettings
+    more = {field.name for field in dataclasses.fields(shortened)}.difference(BASIC)
     shown = [field for field in fields if is_full or field.name not in more]
 
     parts = [description]

@@ -74,8 +74,7 @@ class DeviceSettings(Settings):
 
     num_gpus: int = setting(
         0,
-        "number of towers, in a cluster per worker; 0: one per GPU, or two without GPUs (in a "
-        "cluster one), and fewer if these cannot divide the batch evenly",
+        "number of towers; 0: one per GPU, or two without GPUs",
         low=0,
         scope=EXPERIMENT,
     )
@@ -89,6 +88,13 @@ class DeviceSettings(Settings):
 class TowerSettings(DeviceSettings):
     """How the towers of a training share its work."""
 
+    num_gpus: int = setting(
+        0,
+        "number of towers, in a cluster per worker; 0: one per GPU, or two without GPUs (in a "
+        "cluster one), and fewer if these cannot divide the batch evenly",
+        low=0,
+        scope=EXPERIMENT,
+    )
     strategy: str = setting(
         "towers",
         "use of the devices: towers share the batch and the variables; mirrored and multi_worker "
@@ -98,8 +104,10 @@ class TowerSettings(DeviceSettings):
     )
     variable_placement: str = setting(
         "",
-        "device of the towers' shared variables; default: cpu, or round_robin for speednets on "
-        "GPUs; with jit_compile they are on the first tower's device",
+        "device of the towers' shared variables: cpu, the host; round_robin, one after another on "
+        "the towers in turn, whatever their size; least_loaded, each on the tower that has the "
+        "fewest bytes; default: cpu, or least_loaded for speednets on GPUs; with jit_compile they "
+        "are on the first tower's device",
         choices=("cpu", "round_robin", "least_loaded"),
         scope=EXPERIMENT,
     )

@@ -30,7 +30,7 @@ class Augmentation(NamedTuple):
         """Augment and normalize training images: [B, S, S, 3] uint8 -> [B, T, T, 3] float32.
 
         Args:
-          image_size: T, to which images are downsampled unless `crop` is set; 0: S.
+          image_size: T, to which images are downsampled; 0: S. With `crop` that is T.
         """
         settings = self.settings
         images = tf.cast(images, tf.float32)  # before the padding: GPUs cannot pad integers

@@ -33,8 +33,8 @@ class RandomDraws(NamedTuple):
 class Batch(NamedTuple):
     """B examples and their random numbers."""
 
-    images: tf.Tensor  # [B, S, S, 3] uint8
-    labels: tf.Tensor  # [B] int64
+    images: tf.Tensor  # [B, S, S, 3] uint8; float32 once they are augmented
+    labels: tf.Tensor  # [B] int64; [B, C] float32 once an augmentation has mixed them
     draws: RandomDraws
 
 

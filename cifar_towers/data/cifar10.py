@@ -57,6 +57,11 @@ def is_available(data_dir: str = "") -> bool:
         return True
     if all(_cached_file(name).is_file() for name in DIGESTS):
         return True
+    return _host_answers()
+
+
+def _host_answers() -> bool:
+    """Return whether CIFAR-10 can be downloaded, as it seems."""
     try:
         socket.create_connection((SOURCE_HOST, 443), CONNECT_TIMEOUT_SECONDS).close()
     except OSError:
@@ -91,6 +96,11 @@ def _decode(name: str, data_dir: str) -> Split:
             return _save_to_cache(name, _verified(name, *_read_copy(copy, name)))
         except Exception as error:  # e.g. of an archive that is half downloaded
             log.warning("%s is not used: %s", copy, error_line(error))
+    if not is_prepared(directory) and not _host_answers():
+        raise DataError(
+            f"CIFAR-10's {name} split: there is none in {directory}, and {SOURCE_HOST} does not "
+            f"answer; put {ARCHIVE} there"
+        )
     try:
         stored = tfds_source.load(BUILDER.replace("/", ":"), directory, 32, [name])[name]
         return _save_to_cache(name, _verified(name, stored.images, stored.labels))

@@ -46,11 +46,18 @@ CIFAR10 = DatasetInfo()
 class Split:
     """Images [n, S, S, 3] uint8 and labels [n] int64 of n examples. The arrays are never written
     to.
+
+    Own data have names [n], by which their user finds an image; see `describe`.
     """
 
     images: np.ndarray
     labels: np.ndarray
     info: DatasetInfo = CIFAR10
+    names: np.ndarray | None = None
+
+    def describe(self, index: int) -> str:
+        """Return the name of an image, or else its place in the split."""
+        return f"image {index}" if self.names is None else str(self.names[index])
 
     @functools.cached_property
     def digest(self) -> str:
@@ -65,7 +72,12 @@ class Split:
 
     def take(self, examples: np.ndarray | slice) -> "Split":
         """Return the split of the examples at these indices."""
-        return dataclasses.replace(self, images=self.images[examples], labels=self.labels[examples])
+        return dataclasses.replace(
+            self,
+            images=self.images[examples],
+            labels=self.labels[examples],
+            names=None if self.names is None else self.names[examples],
+        )
 
 
 class Dataset(NamedTuple):

@@ -5,11 +5,12 @@ same functions.
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
 
-from cifar_towers.errors import DataError, error_text
+from cifar_towers.errors import DataError, error_text, listed
 from cifar_towers.hardware import available_cores
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")
@@ -33,10 +34,26 @@ def read_all(paths: Sequence[Path], image_size: int) -> np.ndarray:
     """Read image files in one thread per core: -> [n, image_size, image_size, 3] uint8.
 
     Raises:
-      DataError: see `read`.
+      DataError: some cannot be read; the message names the first ten, see `read`.
     """
+    results = read_each(paths, image_size)
+    errors = [str(result) for result in results if isinstance(result, DataError)]
+    if errors:
+        raise DataError(listed(errors, 10))
+    return np.stack(results)
+
+
+def read_each(paths: Sequence[Path], image_size: int) -> list[Any]:
+    """Return the image of each file as `read` does, or the DataError that it raises."""
+
+    def try_to_read(path: Path) -> np.ndarray | DataError:
+        try:
+            return read(path, image_size)
+        except DataError as error:
+            return error
+
     with ThreadPoolExecutor(available_cores()) as pool:
-        return np.stack([*pool.map(lambda path: read(path, image_size), paths)])
+        return list(pool.map(try_to_read, paths))
 
 
 def read(path: Path, image_size: int) -> np.ndarray:
@@ -46,6 +63,8 @@ def read(path: Path, image_size: int) -> np.ndarray:
       DataError: the file cannot be read as an image, or is too large; the message names it.
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise ValueError("it is not a regular file")
         with Image.open(path, formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"it has more than {MAX_PIXELS:,} pixels")

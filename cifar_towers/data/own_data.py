@@ -7,9 +7,11 @@ import hashlib
 import logging
 import os
 import unicodedata
+import zipfile
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,17 +23,23 @@ from cifar_towers.data.dataset import (
     fifth_of_each_class,
     moments,
 )
-from cifar_towers.errors import DataError, listed, printable
+from cifar_towers.errors import DataError, error_text, listed, printable
 from cifar_towers.registry import CSV, FOLDER, NPZ
 
 log = logging.getLogger(__name__)
 
-Examples: TypeAlias = tuple[
-    Sequence[Any], np.ndarray
-]  # n files or arrays of images, and their classes [n] int64
-Scanned: TypeAlias = tuple[
-    tuple[str, ...], dict[str, Examples]
-]  # names of the classes, and the splits
+
+class ArrayRow(NamedTuple):
+    """An image in an array of the user's."""
+
+    row: int
+    levels: np.ndarray
+
+
+# n files or rows of arrays, and their classes [n] int64
+Examples: TypeAlias = tuple[Sequence[Any], np.ndarray]
+# names of the classes, and the splits
+Scanned: TypeAlias = tuple[tuple[str, ...], dict[str, Examples]]
 
 LAYOUT = (
     "pictures must be <class>/*, or train/<class>/*, test/<class>/* and, if there are any, "
@@ -98,7 +106,11 @@ def locate(prefix: str, root: Path) -> Callable[[int, Sequence[str]], dict[str, 
         if not found:
             return {}
         info = DatasetInfo(class_names, image_size, *moments(next(iter(images.values()))))
-        return {name: Split(images[name], labels, info) for name, (_, labels) in found.items()}
+        read_splits = {}
+        for name, (items, labels) in found.items():
+            item_names = np.array([_name(item) for item in items])
+            read_splits[name] = Split(images[name], labels, info, item_names)
+        return read_splits
 
     return read
 
@@ -109,9 +121,16 @@ def _sort(items: Sequence[Any], labels: np.ndarray, root: Path) -> Examples:
     return _take(items, labels, sorted(range(len(items)), key=hashes.__getitem__))
 
 
-def _hash(item: Path | np.ndarray, root: Path) -> bytes:
-    if isinstance(item, np.ndarray):
-        return hashlib.sha256(item.tobytes()).digest()
+def _name(item: Path | ArrayRow) -> str:
+    """Return what an image is called: its folder and file, or its row in the array."""
+    if isinstance(item, ArrayRow):
+        return f"row {item.row}"
+    return printable(f"{item.parent.name}/{item.name}")
+
+
+def _hash(item: Path | ArrayRow, root: Path) -> bytes:
+    if isinstance(item, ArrayRow):
+        return hashlib.sha256(item.levels.tobytes()).digest()
     folder = (
         "" if item.parent == root.parent else item.parent.name
     )  # the folder of a table may be renamed
@@ -133,7 +152,7 @@ def _read(items: Sequence[Any], image_size: int) -> np.ndarray:
     """Return the images of files or of arrays: [n, image_size, image_size, 3] uint8."""
     if isinstance(items[0], Path):
         return image_files.read_all(items, image_size)
-    levels = np.stack(items)
+    levels = np.stack([row.levels for row in items])
     colored = levels if levels.ndim == 4 else np.repeat(levels[..., None], 3, axis=3)
     return image_files.resize_all(colored, image_size)
 
@@ -243,8 +262,14 @@ def _scan_arrays(path: Path) -> Scanned:
     """Read the arrays of a file. Without `class_names`, the names of the classes are their
     numbers.
     """
-    with np.load(path, allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
+    with path.open("rb") as file:
+        if not zipfile.is_zipfile(file):
+            raise ValueError("it is not an .npz file, as numpy.savez writes it")
+        try:
+            with np.load(file, allow_pickle=False) as saved:
+                arrays = {name: saved[name] for name in saved.files}
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+            raise ValueError(f"it is damaged ({error_text(error)})") from error
     names = arrays.pop("class_names", None)
     present = [split for split in SPLITS if f"x_{split}" in arrays]
     if not present or {*arrays} != {f"{kind}_{split}" for kind in "xy" for split in present}:
@@ -268,7 +293,8 @@ def _scan_arrays(path: Path) -> Scanned:
             raise ValueError(
                 f"y_{split} is {labels.min()} to {labels.max()}, of {len(names)} classes; {LABELS}"
             )
-        splits[split] = [*images], labels.astype(np.int64)
+        rows = [ArrayRow(index, levels) for index, levels in enumerate(images)]
+        splits[split] = rows, labels.astype(np.int64)
     if names.dtype.kind not in "Uiu":
         raise ValueError(f"class_names is {names.dtype}; names must be text")
     if len({*names.tolist()}) < len(names):

@@ -2,6 +2,7 @@
 Datasets (TFDS).
 """
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -142,8 +143,11 @@ def _load_splits(
         summary = f"{len(split.labels)} images ({by_class}), sha256 {split.digest[:16]}"
         log.info("%s", printable(f"{source.name} {name}: {summary}"))
         if split.info.image_size != image_size:
-            images = image_files.resize_all(split.images, image_size)
-            splits[name] = Split(images, split.labels, split.info._replace(image_size=image_size))
+            splits[name] = dataclasses.replace(
+                split,
+                images=image_files.resize_all(split.images, image_size),
+                info=split.info._replace(image_size=image_size),
+            )
     return splits
 
 

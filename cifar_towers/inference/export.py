@@ -5,6 +5,7 @@ checkpoint.
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,11 @@ def export_model(config: ExportConfig) -> None:
     )
     if out.exists():
         raise UsageError(f"{out} exists; move it away, or give another --out")
+    missing = [name for name in NEEDED.get(config.format, ()) if not find_spec(name)]
+    if missing:
+        raise UsageError(
+            f"format={config.format} needs {missing[0]}: pip install 'cifar-towers[export]'"
+        )
     trained = TrainedModel(config)
     source = (
         sources.find(config.dataset or trained.metadata["dataset"], config.data_dir)
@@ -249,9 +255,10 @@ def _read_onnx(path: Path) -> ReadFn:
     return lambda images: session.run(None, {"images": images})[0]
 
 
-FORMATS: dict[
-    str, tuple[str, Callable[[Path], ReadFn]]
-] = {  # name -> file in the export, function that reads it
+# name -> packages that write or check it
+NEEDED = {"litert": ["ai_edge_litert"], "onnx": ["tf2onnx", "onnxruntime"]}
+# name -> file in the export, function that reads it
+FORMATS: dict[str, tuple[str, Callable[[Path], ReadFn]]] = {
     "saved_model": ("", _read_saved_model),
     "keras": ("model.keras", _read_keras),
     "litert": ("model.tflite", _read_litert),

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from cifar_towers.config.programs import ComputeConfig, PredictConfig, TrainedRu
 from cifar_towers.config.train_config import is_code_unchanged
 from cifar_towers.data import image_files
 from cifar_towers.data.dataset import DatasetInfo
-from cifar_towers.errors import DataError, UsageError, printable
+from cifar_towers.errors import DataError, UsageError, listed, printable
 from cifar_towers.evaluation.evaluator import make_classify_fn
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import to_json
@@ -116,33 +116,50 @@ class TrainedModel:
 
 
 def predict_images(config: PredictConfig) -> None:
-    """Print a line for each picture, in the order given. The pictures of a folder are sorted by
-    name.
+    """Print a line for each picture that can be read, in the order given. The pictures of a folder
+    are sorted by name.
 
     Raises:
-      UsageError: there is no such run or set of weights, or a folder has no pictures. DataError: a
-        picture cannot be read.
+      UsageError: there is no such run or set of weights, or a folder has no pictures. DataError:
+        pictures cannot be read; the others have been printed.
     """
-    paths, trained = list(_list_pictures(config.pictures)), TrainedModel(config)
-    for path, probabilities in zip(paths, _predict_paths(trained, paths, config.tta), strict=True):
-        top = np.argsort(-probabilities, kind="stable")[:TOP_K]
-        likely = {
-            trained.info.class_names[index]: round(float(probabilities[index]), 6) for index in top
-        }
-        if config.json:
-            print(
-                to_json(
-                    {
-                        "picture": os.fspath(path),
-                        "class": next(iter(likely)),
-                        "probabilities": likely,
-                    }
-                )
-            )
-        else:
-            classes = "  ".join(f"{name} {100 * value:.1f} %" for name, value in likely.items())
-            print(printable(f"{path}  {classes}"))
-        sys.stdout.flush()
+    paths = list(_list_pictures(config.pictures))
+    trained = TrainedModel(config)
+    errors = []
+    for start in range(0, len(paths), BATCH_SIZE):
+        batch = paths[start : start + BATCH_SIZE]
+        results = image_files.read_each(batch, trained.info.image_size)
+        pictures = []
+        for path, result in zip(batch, results, strict=True):
+            if isinstance(result, DataError):
+                errors.append(str(result))
+            else:
+                pictures.append((path, result))
+        if not pictures:
+            continue
+
+        images = np.stack([image for _, image in pictures])
+        probabilities = trained.probabilities(images, config.tta)
+        for (path, _), of_picture in zip(pictures, probabilities, strict=True):
+            _print_prediction(path, of_picture, trained.info.class_names, config.json)
+    if errors:
+        raise DataError(listed(errors, 10))
+
+
+def _print_prediction(
+    path: Path, probabilities: np.ndarray, class_names: Sequence[str], as_json: bool
+) -> None:
+    """Print the most likely classes of a picture."""
+    top = np.argsort(-probabilities, kind="stable")[:TOP_K]
+    likely = {class_names[index]: round(float(probabilities[index]), 6) for index in top}
+    if as_json:
+        best, *_ = likely
+        record = {"picture": os.fspath(path), "class": best, "probabilities": likely}
+        print(to_json(record))
+    else:
+        classes = "  ".join(f"{name} {100 * value:.1f} %" for name, value in likely.items())
+        print(printable(f"{path}  {classes}"))
+    sys.stdout.flush()
 
 
 def predict_probabilities(

@@ -52,21 +52,17 @@ class Workers:
         """Return the result of `make` on the chief, on all workers."""
         return self.gather(make() if self.is_chief else None)[0]
 
-    def assert_equal(self, values: Mapping[str, Any]) -> None:
-        """Check that all workers have the chief's values.
-
-        Raises:
-          UsageError: naming the first worker and the first value that differ; the same on all
-            workers.
+    def describe_difference(self, values: Mapping[str, Any]) -> str:
+        """Return the first worker and its first value that is not the chief's, the same text on all
+        workers; empty if all have the chief's values.
         """
         expected, *others = self.gather(dict(values))
         for worker, other in enumerate(others, 1):
             for name, value in expected.items():
                 if other.get(name) != value:
-                    raise UsageError(
-                        f"{self.name(worker)} has {name} {other.get(name)}, worker 0 has {value}; "
-                        "give all workers the same"
-                    )
+                    theirs = f"{self.name(worker)} has {name} {other.get(name)}"
+                    return f"{theirs}, worker 0 has {value}"
+        return ""
 
 
 ALONE = Workers()
@@ -101,12 +97,19 @@ def _from_tf_config(content: Mapping[str, Any]) -> tuple[list[str], int]:
     "index": 0}}.
 
     A `chief` is worker 0.
+
+    Raises:
+      UsageError: the task is another.
     """
-    chiefs, workers = (content["cluster"].get(kind, []) for kind in ("chief", "worker"))
-    first_index = {"chief": 0, "worker": len(chiefs)}[
-        content["task"]["type"]
-    ]  # no other task trains
-    return [*chiefs, *workers], first_index + int(content["task"]["index"])
+    cluster, task = content["cluster"], content["task"]
+    chiefs = cluster.get("chief", [])
+    first_index = {"chief": 0, "worker": len(chiefs)}
+    if task["type"] not in first_index:
+        raise UsageError(
+            f"TF_CONFIG has the task {task['type']}; only a chief and workers train; start no other"
+        )
+    addresses = [*chiefs, *cluster.get("worker", [])]
+    return addresses, first_index[task["type"]] + int(task["index"])
 
 
 def _from_slurm(environment: Mapping[str, str]) -> tuple[list[str], int]:

@@ -114,7 +114,8 @@ def _start_all(command: Sequence[str], count: int) -> list[Started]:
     for index in range(count):
         task = {"type": "worker", "index": index}
         cluster = {"cluster": {"worker": addresses}, "task": task}
-        environment = {"TF_CONFIG": json.dumps(cluster)}
+        # gRPC would ask a proxy for the way to this machine
+        environment = {"TF_CONFIG": json.dumps(cluster), "no_grpc_proxy": "127.0.0.1"}
         if share := _share(gpus, index, count):
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(share)
         started = _start(

@@ -28,13 +28,15 @@ class ProgressStatus(NamedTuple):
 
 
 class _TolerantConsole(Console):
-    """A console that prints nothing more once its pipe is closed, and ignores a full disk."""
+    """A console that prints nothing more once its pipe or file is closed, and ignores a full
+    disk.
+    """
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
 
     def print(self, *objects, **options) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             super().print(*objects, **options)
 
 
@@ -56,8 +58,9 @@ class Progress:
         self._live: progress.Progress | None = None
 
     def log(self, line: str) -> None:
-        """Print a line that stays."""
-        self.console.print(line, markup=False)
+        """Print a line that stays; what the terminal cannot show of it as numbers."""
+        encoding = self.console.encoding
+        self.console.print(line.encode(encoding, "backslashreplace").decode(encoding), markup=False)
 
     def step(self, status: ProgressStatus) -> None:
         """Show a step on the live line, with a bar of its epoch."""

@@ -39,6 +39,7 @@ from cifar_towers.towers import Tower, placement_report
 from cifar_towers.training.diagnostics import StepDiagnostics
 from cifar_towers.training.hard_examples import PROXY
 from cifar_towers.training.losses import EXAMPLE_LOSS
+from cifar_towers.training.optimizers import main_rate
 from cifar_towers.training.runner import FinishedStep
 from cifar_towers.training.setup import RunSetup
 from cifar_towers.training.step import StepMetrics
@@ -71,15 +72,18 @@ EVALUATED = (
 class RunLogger:
     """The log of one run. On workers other than worker 0, which reports the run, nothing is printed
     or drawn.
+
+    Args:
+      directory: of the run, absolute: code of the user's may change the current directory.
     """
 
-    def __init__(self, setup: RunSetup, model: keras.Model, timer: PhaseTimer):
+    def __init__(self, setup: RunSetup, directory: Path, model: keras.Model, timer: PhaseTimer):
         self.setup = setup
         self.model = model
         self.timer = timer
         self.config = setup.config
         self.length = setup.length
-        self.directory = setup.config.directory
+        self.directory = directory
         self.quiet = not setup.workers.is_chief
         self.progress = Progress(setup.length, quiet=self.quiet)
         self.log = self.progress.log
@@ -99,12 +103,14 @@ class RunLogger:
         config, dataset, num_towers = self.config, self.setup.dataset, len(self.setup.towers)
         trainable = sum(math.prod(variable.shape) for variable in self.model.trainable_variables)
         parts = f" in {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
+        devices = ", ".join(tower.device for tower in self.setup.local_towers)
+        if self.setup.workers.size > 1:
+            devices = f"{self.setup.workers.size} workers, here {devices}"
+        share = f"{config.batch_size // num_towers} images{parts}"
         self.log(
             f"{config.name} seed {config.seed}: {config.model}, {self.model.count_params():,} "
             f"parameters ({trainable:,} trainable), {self.setup.precision}; "
-            f"{count(num_towers, 'tower')} of {config.batch_size // num_towers} images{parts} on "
-            f"{', '.join(tower.device for tower in self.setup.local_towers)} (strategy "
-            f"{config.strategy})"
+            f"{count(num_towers, 'tower')} of {share} on {devices} (strategy {config.strategy})"
         )
         hardest = f", the hardest of {config.hard_example_pool}" if config.hard_example_pool else ""
         images, steps = (
@@ -113,7 +119,7 @@ class RunLogger:
         )
         self.log(
             f"{dataset.name}: {images}; {steps} of {config.batch_size}{hardest}, "
-            f"{self.length.steps_per_epoch} per epoch; writing to {self.directory}"
+            f"{self.length.steps_per_epoch} per epoch; writing to {config.directory}"
         )
 
     def open(self, step: int) -> None:
@@ -185,7 +191,8 @@ class RunLogger:
         self._epoch.append(metrics)
         if metrics.updated:
             self.smoothed_losses.update(metrics.losses)
-        rate, (images_per_sec, input_wait) = next(iter(rates.values())), self.timer.recent_rates()
+        rate = main_rate(rates)
+        images_per_sec, input_wait = self.timer.recent_rates()
         self.progress.step(self._status(step, metrics.loss, metrics.accuracy, rate))
         if not diagnostics and not _is_due(
             step, math.ceil(self.config.summary_every_steps / SCALARS_PER_SUMMARY)
@@ -246,7 +253,7 @@ class RunLogger:
         loss, accuracy = (
             float(np.mean([getattr(m, name) for m in updated])) for name in ("loss", "accuracy")
         )
-        self.progress.epoch(self._status(step, loss, accuracy, next(iter(rates.values()))))
+        self.progress.epoch(self._status(step, loss, accuracy, main_rate(rates)))
         if len(self._epoch) <= (step - 1) % self.length.steps_per_epoch:
             self.log(f"  mean of {count(len(self._epoch), 'step')}, since the resume")
         for score in scores:
@@ -331,7 +338,7 @@ class RunLogger:
             {"final/images_per_sec": result["images_per_sec"]} if result["images_per_sec"] else {}
         )
         self.tensorboard.write(EVAL, result["step"], final)
-        self.log(f"written to {self.directory}; next:")
+        self.log(f"written to {self.config.directory}; next:")
         for line in next_commands(self.config):
             self.log(f"  {line}")
 
@@ -359,21 +366,18 @@ class RunLogger:
 
         There is no picture of the confusion matrix of more than `figures.MAX_CLASSES` classes.
         """
-        score, names, mistakes = (
-            evaluation.score,
-            self.setup.dataset.info.class_names,
-            evaluation.score.mistakes,
-        )
-        captions = [
-            f"{names[probabilities.argmax()]} {100 * probabilities.max():.0f} %\nis "
-            f"{names[label]}\nimage {index}"
-            for index, probabilities, label in zip(
-                mistakes, score.probabilities[mistakes], split.labels[mistakes], strict=True
-            )
-        ]
+        score = evaluation.score
+        names = self.setup.dataset.info.class_names
+        captions = []
+        for index in score.mistakes:
+            probabilities = score.probabilities[index]
+            predicted = names[probabilities.argmax()]
+            certainty = f"{100 * probabilities.max():.0f} %"
+            label = names[split.labels[index]]
+            captions.append(f"{predicted} {certainty}\nis {label}\n{split.describe(index)}")
         title = f"{score_name(evaluation._asdict())}, step {step}"
         grid = figures.image_grid(
-            split.images[mistakes], captions, f"most confident mistakes, {title}"
+            split.images[score.mistakes], captions, f"most confident mistakes, {title}"
         )
         pictures = [(files.MISTAKES, "mistakes", grid)]
         if len(names) <= figures.MAX_CLASSES:

@@ -109,5 +109,6 @@ def _histogram(values: np.ndarray) -> tf.Tensor:
     for a million.
     """
     finite = values if np.isfinite(values.sum()) else values[np.isfinite(values)]
-    counts, edges = np.histogram(finite, NUM_BUCKETS)
+    # float32 has too few numbers for the edges between values that are nearly equal
+    counts, edges = np.histogram(finite.astype(np.float64), NUM_BUCKETS)
     return tf.constant(np.stack([edges[:-1], edges[1:], counts], 1), tf.float64)

@@ -43,13 +43,15 @@ class RunDirectory:
     """A run's directory, locked by this process.
 
     Attributes:
-      path: the directory.
+      path: the directory, absolute: code of the user's may change the current directory.
       saved: the newest checkpoint; None in a new run.
       failed_saves: number of checkpoints that were due and could not be written.
     """
 
     def __init__(self, config: TrainConfig, saved: Saved | None = None):
-        self.path, self._config, self.saved = config.directory, config, saved
+        self.path = config.directory.absolute()
+        self._config = config
+        self.saved = saved
         self.failed_saves = saved[1]["failed_saves"] if saved else 0
         self._saved_step = saved[1]["step"] if saved else None
         self._save_seconds, self._last_save = 0.0, time.monotonic()
@@ -145,7 +147,7 @@ def open_run(config: TrainConfig) -> Iterator[RunDirectory]:
         else than a run; or its run has another recipe. The message names what differs.
       DataError: there are checkpoints, and all are damaged.
     """
-    path = config.directory
+    path = config.directory.absolute()
     with contextlib.ExitStack() as stack:
         try:
             files.make(path)

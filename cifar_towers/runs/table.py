@@ -40,20 +40,29 @@ def find_runs(root: Path, *patterns: str) -> list[Run]:
     """Return the runs in and below `root`, sorted by directory.
 
     Args:
-      patterns: patterns of the shell for the last parts of a run's path, e.g. `speed94*`; default:
-        all runs.
+      patterns: patterns of the shell for the last parts of the path of a run, or of a directory
+        that it is in, e.g. `speed94*`; default: all runs.
 
     Raises:
       UsageError: there is no such directory.
     """
     if not root.is_dir():
-        raise UsageError(f"there is no directory {root}; give one that holds runs, or train first")
+        raise UsageError(
+            f"there is no directory {root}; give one that holds runs, as --runs_dir, or train first"
+        )
     directories = sorted(path.parent for path in root.rglob(files.CONFIG))
     runs = [Run(directory, str(directory.relative_to(root))) for directory in directories]
-    found = [run for run in runs if any(map(run.directory.match, patterns or ["*"]))]
-    return [
-        run for run in found if "train_dir" in run.config
-    ]  # other programs may have a config.json too
+    if patterns:
+        runs = [run for run in runs if _is_named(run, patterns)]
+    # other programs may have a config.json, too
+    return [run for run in runs if "train_dir" in run.config]
+
+
+def _is_named(run: Run, patterns: Sequence[str]) -> bool:
+    """Return whether one of the patterns is for a run, or for a directory below the root."""
+    path = Path(run.name)
+    within_root = [path, *path.parents]
+    return any(place.match(pattern) for place in within_root for pattern in patterns)
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:

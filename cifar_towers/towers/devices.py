@@ -108,7 +108,7 @@ def on_gpus(towers: Sequence[Tower]) -> bool:
 
 def _set_threads(cpu_towers: int) -> None:
     """Give K towers on C cores K operations at a time of C/K threads each, instead of K x C
-    threads.
+    threads; one tower has two operations at a time, of C threads.
     """
     cores = hardware.available_cores()
     tf.config.threading.set_inter_op_parallelism_threads(max(cpu_towers, min(2, cores)))

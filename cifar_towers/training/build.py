@@ -107,7 +107,7 @@ def make_batches(
     towers: Sequence[Tower] = (),
 ) -> Batches:
     """Return the batches of a run over `train`; see `Batches`. They are copied to a single GPU
-    ahead of their step.
+    ahead of their step, unless they are pools that hard examples are selected from.
     """
     takes_all = len(towers) == 1 and on_gpus(towers) and not config.hard_example_pool
     device = towers[0].device if takes_all else ""
@@ -264,7 +264,8 @@ def _train_on_towers(
 def place_variables(
     config: TrainConfig, towers: Sequence[Tower]
 ) -> contextlib.AbstractContextManager[None]:
-    """Return the scope of a run's variables: where the config places them, by default on the host.
+    """Return the scope of a run's variables: where the config places them. By default they are on
+    the host, or, of a speednet on GPUs, spread over the towers.
 
     With `jit_compile` they are all on the first tower's device.
     """
@@ -274,7 +275,7 @@ def place_variables(
         return variable_placement(config.variable_placement, towers)
     # the update of a speednet is too much for the host of GPUs
     is_too_much = config.model in SPEEDNETS and on_gpus(towers)
-    return variable_placement("round_robin" if is_too_much else "cpu", towers)
+    return variable_placement("least_loaded" if is_too_much else "cpu", towers)
 
 
 def proxy_config(config: TrainConfig) -> TrainConfig:

@@ -131,14 +131,14 @@ def activation_layers(model: keras.Model) -> list[keras.layers.Layer]:
 
 def tower_agreement(gradients: StepGradients) -> tuple[np.ndarray, np.ndarray]:
     """Return each tower's gradient norm [K], and the cosine [K] between its gradient and the mean
-    gradient.
+    gradient: 0 if one of them is 0, NaN if a number is not finite.
     """
     mean = _flatten(gradients.mean, gradients.mean)
     towers = [_flatten(tower, gradients.mean) for tower in gradients.towers]
     norms = np.array([np.linalg.norm(tower) for tower in towers])
     products = norms * np.linalg.norm(mean)
     cosines = np.array([tower @ mean for tower in towers])
-    return norms, np.divide(cosines, products, out=np.zeros_like(products), where=products > 0)
+    return norms, np.divide(cosines, products, out=np.zeros_like(products), where=products != 0)
 
 
 def _flatten(

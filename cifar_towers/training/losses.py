@@ -1,6 +1,7 @@
 """Loss terms of one tower.
 
-Terms are means over the examples, so that learning rates do not depend on the batch size.
+The loss of the examples is their mean, so that learning rates do not depend on the batch size. The
+losses of weights are no means.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -2,7 +2,7 @@
 caller assigns.
 
 An optimizer is a pair of update rules, and its name one of `registry.OPTIMIZERS`. A parameter group
-has a role: kernels, biases, the head, or whitening filters.
+has a role: kernels, biases, the head, or the whitening's biases.
 """
 
 import functools
@@ -102,8 +102,8 @@ class Muon:
     C_in, C_out].
 
     m <- mu m + g; w <- w (1 - learning_rate weight_decay) - learning_rate orthogonal(g + mu m).
-    Every 2 + 15 x (step / total_steps) steps a kernel is first rescaled to norm sqrt(C_out), unless
-    it is zero.
+    Every floor(2 + 15 step / total_steps) steps a kernel is first rescaled to norm sqrt(C_out),
+    unless it is zero.
     Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024, and the 2025
     CIFAR-10 record.
     """
@@ -230,8 +230,9 @@ def make_optimizer(
     """Return the optimizer of a run, with a parameter group for each role.
 
     `weight_decay` is that at `learning_rate`. A role with another peak rate gets weight_decay x
-    learning_rate / peak_rate, so that all weights of one update rule decay by the same fraction per
-    step.
+    learning_rate / peak_rate, so that all weights of one update rule whose rates follow one
+    schedule decay by the same fraction per step. The whitening's biases have a schedule of their
+    own.
 
     Args:
       is_speednet: see `split_by_role`.
@@ -253,6 +254,16 @@ def make_optimizer(
         rule = make_rule(variables[role], weight_decay=decay)
         groups.append(ParamGroup(role, rule, peak_rate, *factor))
     return Optimizer(groups)
+
+
+def main_rate(rates: Mapping[str, float]) -> float:
+    """Return the learning rate that stands for those of all groups: that of the kernels, or else of
+    the head, or else of the first group.
+    """
+    for role in ("kernels", "head"):
+        if role in rates:
+            return rates[role]
+    return next(iter(rates.values()))
 
 
 def role_schedules(settings: OptimizerSettings, length: schedules.RunLength) -> dict[str, tuple]:

@@ -1,4 +1,6 @@
-"""The setup of a run: what its parts are made from, the same on all workers of a cluster."""
+"""The setup of a run: what its parts are made from. The workers of a cluster check that theirs fit
+together.
+"""
 
 import dataclasses
 import hashlib
@@ -15,6 +17,7 @@ from cifar_towers.config.schedules import RunLength
 from cifar_towers.config.train_config import code_digests, shared_settings
 from cifar_towers.data import sources
 from cifar_towers.data.dataset import Dataset
+from cifar_towers.errors import UsageError
 from cifar_towers.hardware import choose_precision
 from cifar_towers.multi_worker.cluster_spec import Workers
 from cifar_towers.registry import FUNCTIONS, load_function, split_function
@@ -67,8 +70,9 @@ def set_up(
         workers=workers,
         length=config.run_length(len(dataset.train.labels) // config.examples_drawn),
     )
-    if workers.size > 1:
-        workers.assert_equal(shared_values(setup))
+    difference = workers.describe_difference(shared_values(setup)) if workers.size > 1 else ""
+    if difference:
+        raise UsageError(f"{difference}; give all workers the same")
     return setup
 
 

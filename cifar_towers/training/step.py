@@ -79,8 +79,8 @@ def make_update(
 
     `rates` maps the name of each active parameter group to its learning rate; no gradients are
     taken for the other groups. `image_size` is a Python number of pixels that images are
-    downsampled to; 0 leaves them as they are. As a `tf.function` a step is traced once for each set
-    of groups and each image size.
+    downsampled to, unless they are cropped; 0 leaves them as they are. As a `tf.function` a step is
+    traced once for each set of groups and each image size.
 
     Args:
       loss_fn: function (labels, logits, weights, model losses) -> losses by term.

@@ -139,6 +139,15 @@ def test_help_lists_settings_by_section():
     assert "--cutout" in text.partition("\nModel:")[0]  # one title for data and augmentation
 
 
+def test_short_help_has_what_the_program_is_used_with():
+    evaluation = flags.help_text(EvaluateConfig, "", is_full=False)
+    for flag in ("--[no]tta", "--data_dir", "--dataset", "--precision", "--num_gpus"):
+        assert flag in evaluation
+    assert "cluster" not in evaluation and "--[no]deterministic" not in evaluation
+    training = flags.help_text(TrainConfig, "", is_full=False)
+    assert "--data_dir" not in training and "in a cluster per worker" in " ".join(training.split())
+
+
 def test_flagfile_may_be_a_pipe():
     """A shell's <(...) can be read only once."""
     reader, writer = os.pipe()

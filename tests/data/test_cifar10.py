@@ -92,6 +92,7 @@ def decoded(monkeypatch, small):
         return {name: STORED[name] for name in wanted}
 
     monkeypatch.setattr(tfds_source, "load", load)
+    monkeypatch.setattr(socket, "create_connection", Mock())
     return names
 
 
@@ -111,6 +112,8 @@ def test_auto_falls_back_to_synthetic_if_nothing_is_here_and_the_host_does_not_a
     assert all(word in line for word in ("synthetic", str(tmp_path), cifar10.SOURCE_HOST))
     (address, timeout), _ = socket.create_connection.call_args
     assert address == ("www.cs.toronto.edu", 443) and timeout < 5
+    with pytest.raises(DataError, match=f"{cifar10.SOURCE_HOST} does not answer"):
+        sources.load(sources.find("cifar10", str(tmp_path)))
     monkeypatch.setattr(socket, "create_connection", Mock())
     assert sources.find("auto", str(tmp_path)).name == "cifar10"
     assert sources.find("synthetic").name == "synthetic" and len(caplog.messages) == 1

@@ -193,6 +193,24 @@ def test_a_path_without_data_is_refused(tmp_path, prefix):
         sources.find(f"{prefix}{tmp_path}/none")
 
 
+@pytest.mark.parametrize(
+    ("content", "mention"),
+    [
+        (b"no archive", "not an .npz file"),
+        (b"\x93NUMPY", "not an .npz file"),  # an .npy file
+        (None, "damaged"),
+    ],
+)
+def test_a_file_that_is_no_npz_is_refused(tmp_path, content, mention):
+    name = arrays(tmp_path, {})
+    path = tmp_path / "some.npz"
+    intact = path.read_bytes()
+    middle = len(intact) // 2
+    path.write_bytes(content or intact[:middle] + b"damaged!" + intact[middle + 8 :])
+    with pytest.raises(DataError, match=mention):
+        sources.find(name)
+
+
 def test_one_class_is_refused(tmp_path):
     with pytest.raises(UsageError, match="one class"):
         load(folder(tmp_path, ["cat/1.png", "cat/2.png"]))
@@ -231,6 +249,7 @@ def test_files_of_a_table_are_relative_to_it(tmp_path):
     data = load(table(tmp_path, ["\ufefffile,label,split", *rows]), 8)
     assert data.info.class_names == ("cat, big", "été")
     assert levels(data.train) == [(10, "été"), (20, "cat, big")]
+    assert sorted(data.train.names) == ["a/1.png", "a/2.jpg"]
     assert (levels(data.test), levels(data.validation)) == ([(30, "été")], [(40, "été")])
 
 
@@ -261,6 +280,8 @@ def test_grey_arrays_without_names_get_three_channels_and_are_resized(tmp_path):
         for name, array in ARRAYS.items()
     }
     data = load(arrays(tmp_path, grey), 20)
+    row = int(data.train.describe(3).removeprefix("row "))
+    assert data.train.labels[3] == TRAIN.labels[row]
     assert data.info.class_names == tuple("0123456789")
     expected = image_files.resize_all(np.repeat(TEST.images[..., :1], 3, axis=3), 20)
     assert {image.tobytes() for image in data.test.images} == {

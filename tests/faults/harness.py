@@ -53,6 +53,9 @@ def check(guarantee: object, outcome: str) -> None:
         raise Failed(outcome)
 
 
+UNTRIED: list[str] = []  # why experiments cannot be made on this machine
+
+
 class Experiment(NamedTuple):
     """A kind of fault; `quick` and `long` are numbers of trials, or return for a subject what has
     one trial each.

@@ -117,5 +117,5 @@ EXPERIMENTS = [
     ),
 ]
 if not shutil.which("strace"):
-    print("no strace: no save is traced or killed")
+    harness.UNTRIED.append("no strace: no save is traced or killed")
     EXPERIMENTS.clear()

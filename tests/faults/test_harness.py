@@ -1,5 +1,8 @@
 """A finished trial is not repeated."""
 
+import pytest
+
+from tests.faults import __main__ as faults
 from tests.faults import harness
 
 
@@ -12,3 +15,15 @@ def test_a_finished_trial_is_not_repeated(tmp_path):
     path.write_text(path.read_text() + '{"fault": "fault", "sub')  # cut short
     harness.run(experiment, harness.TrialLog(path), long=True)
     assert ran == [0, 1, 2] and len(harness.TrialLog(path).rows) == 3
+
+
+def test_trials_that_are_not_made_are_no_success(monkeypatch, tmp_path, capsys):
+    """A wrong name is refused, and so is what this machine cannot try."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["faults", "--only=no such fault"])
+    with pytest.raises(SystemExit, match="^2$"):
+        faults.main()
+    monkeypatch.setattr("sys.argv", ["faults", "--only=full disk|same seed"])
+    monkeypatch.setattr(harness, "run", lambda experiment, log, long: None)
+    assert faults.main() == 1
+    assert "NOT TRIED same seed" in capsys.readouterr().out

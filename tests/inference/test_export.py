@@ -163,8 +163,9 @@ def write_nothing(*_):
         ("write_model", write_nothing, {}, OSError, "No space"),
         ("MAX_DIFFERENCE", 1e-4, {"dataset": "folder:/nowhere"}, DataError, "/nowhere"),
         ("MAX_DIFFERENCE", 1e-4, {"out": "."}, UsageError, r"^\. "),
+        ("find_spec", lambda name: None, {}, UsageError, r"tf2onnx: pip .*cifar-towers\[export\]"),
     ],
-    ids=["disagrees", "disk full", "no data", "exists"],
+    ids=["disagrees", "disk full", "no data", "exists", "not installed"],
 )
 def test_an_export_that_disagrees_or_fails_leaves_nothing(
     runs, tmp_path, monkeypatch, patched, value, settings, error, named

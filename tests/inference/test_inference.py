@@ -1,6 +1,7 @@
 """Prediction and evaluation of trained runs, also with models and data of the user's own."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -126,6 +127,17 @@ def test_predictions_are_those_of_the_model_with_averaged_weights(run, here, cap
         np.testing.assert_allclose(
             list(answer["probabilities"].values()), probabilities[top], atol=1e-5
         )
+
+
+def test_pictures_are_answered_also_beside_others_that_cannot_be_read(run, here, capsys):
+    """All of those are named, and a pipe is not waited for."""
+    os.mkfifo("pipe.png")
+    pictures = ("broken/9.png", "pictures/1.png", "pipe.png", "pictures/2.png")
+    config = PredictConfig(train_dir=str(run), num_gpus=1, precision="float32", pictures=pictures)
+    with pytest.raises(DataError, match="broken/9.png .*pipe.png .*not a regular file"):
+        predict_images(config)
+    answered = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert answered == ["pictures/1.png", "pictures/2.png"]
 
 
 @pytest.mark.parametrize(

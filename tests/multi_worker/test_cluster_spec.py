@@ -70,6 +70,7 @@ FIVE = [f"{host}:1" for host in "abcde"]
         (tf_config(["a:5000", "a:5000"]), {}, "a:5000, a:5000"),
         (tf_config(index=3), {}, "worker 3 of"),
         (tf_config(index=-1), {}, "worker -1 of"),
+        (tf_config(job="ps"), {}, "TF_CONFIG has the task ps"),
         (tf_config(FIVE), {}, "batch_size=48 .* 5 towers"),
         (tf_config(FIVE), {"num_gpus": 2}, "10 towers"),
     ],

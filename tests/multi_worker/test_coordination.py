@@ -3,6 +3,7 @@ processes.
 """
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -105,8 +106,10 @@ def shared_values(dataset=DATA, **settings):
 
 def check_refused(values, of_other_worker, named):
     workers = dataclasses.replace(CLUSTER, gather=lambda _: [values, of_other_worker])
-    with pytest.raises(UsageError, match=rf"worker 1 of 3 \(b:1\) has {named}"):
-        workers.assert_equal(values)
+    difference = workers.describe_difference(values)
+    assert re.search(rf"worker 1 of 3 \(b:1\) has {named}", difference)
+    same = dataclasses.replace(CLUSTER, gather=lambda _: [values, values])
+    assert same.describe_difference(values) == ""
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])

@@ -39,3 +39,13 @@ def test_a_notebook_has_no_escape_codes(monkeypatch, capsys):
     progress.epoch(STATUS)
     written = capsys.readouterr().out
     assert "\x1b" not in written and written.count("\n") == 1
+
+
+def test_an_ascii_terminal_and_a_closed_one_do_not_end_a_run(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), "ascii", write_through=True)
+    monkeypatch.setattr("sys.stdout", out)
+    progress = Progress(RunLength(10, 20, 20))
+    progress.log("runs/\u00e9t\u00e9")
+    assert out.buffer.getvalue() == b"runs/\\xe9t\\xe9\n"
+    out.close()
+    progress.log("nobody reads this")

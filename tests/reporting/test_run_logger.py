@@ -40,7 +40,7 @@ def logger_of(directory, num_classes=3, num_images=50, steps=1, **settings):
         workers=ALONE,
         length=RunLength(1, steps, steps),
     )
-    return RunLogger(setup, keras.Sequential([keras.Input([2])]), PhaseTimer()), split
+    return RunLogger(setup, directory, keras.Sequential([keras.Input([2])]), PhaseTimer()), split
 
 
 def evaluate(split, *kinds):

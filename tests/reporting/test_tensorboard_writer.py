@@ -24,6 +24,13 @@ def test_image_and_scalars_are_read_back(tmp_path):
     assert (width, height) == (b"7", b"4") and np.array_equal(tf.io.decode_png(png), shown)
 
 
+def test_a_histogram_of_nearly_equal_values_is_written(tmp_path):
+    values = np.float32([1, 1, np.nextafter(np.float32(1), 2)])
+    TensorBoardWriter(tmp_path).write("train", 1, {}, {}, {"weights/one": values})
+    buckets = tensors_of(events_of(tmp_path / "train"), "weights/one")[1]
+    assert buckets[:, 2].sum() == 3 and buckets[0, 0] == 1
+
+
 def test_a_run_has_its_settings_beside_its_result(tmp_path):
     """Settings of an aborted start at step 0 are removed."""
     TensorBoardWriter(tmp_path / "done").start(SETTINGS | {"lr": 0.5})

@@ -25,6 +25,23 @@ def test_a_last_step_that_cannot_be_saved_is_an_error_after_its_score(
     )
 
 
+def test_a_run_stays_in_its_directory_when_the_users_code_changes_the_current_one(
+    tmp_path, monkeypatch
+):
+    """It is given as a relative path, and `loss` is loaded after it was opened."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "mine.py").write_text(
+        "import os\nimport tensorflow as tf\n\nos.chdir('elsewhere')\n\n"
+        "def loss(labels, logits):\n    return tf.reduce_sum((labels - logits) ** 2, 1)\n"
+    )
+    settings = {"loss": f"{tmp_path}/mine.py:loss", "label_smoothing": 0.0, "max_steps": 1}
+    result = run(TINY, "here", **settings)
+    written = {path.name for path in (tmp_path / "here").iterdir()}
+    assert {"config.json", "metrics.jsonl", "result.json", "step-1.npz", "train"} <= written
+    assert not list((tmp_path / "elsewhere").iterdir()) and result["step"] == 1
+
+
 def test_what_cannot_be_written_does_not_stop_a_run(tmp_path, monkeypatch, caplog):
     """The disk is full for a while. Without config.json no run can be loaded, so it is written
     later.

@@ -103,12 +103,14 @@ def test_runs_are_found_by_pattern_and_are_objects_for_other_programs(runs, list
     plain = read_result(runs / "resnet20-seed0")["evaluations"][0]
     assert records[0]["accuracy"] == plain["accuracy"]
     assert listed(runs, "nothing*") == "no runs\n"
+    (record,) = listed(runs, "else*", "--json").splitlines()  # of the directory that it is in
+    assert json.loads(record)["run"].endswith("elsewhere/speed94-seed9")
 
 
 @pytest.mark.parametrize(
     ("use", "named"),
     [
-        (lambda runs: table.find_runs(runs / "nowhere"), "nowhere"),
+        (lambda runs: table.find_runs(runs / "nowhere"), "nowhere; .*--runs_dir"),
         (lambda runs: table.read_runs([runs / "speed94-seed0", runs / "nowhere"]), "nowhere"),
         (lambda runs: table.read_runs([runs / "speed94-seed0", runs / "no-run"]), "no-run"),
     ],

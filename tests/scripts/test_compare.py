@@ -157,6 +157,13 @@ def test_runs_that_do_not_exist_are_refused(capsys):
     assert "'nowhere'" in capsys.readouterr().err
 
 
+def test_head_is_not_compared_in_place_of_changed_files(monkeypatch, capsys):
+    monkeypatch.setattr(program, "git", lambda *arguments: " M cifar_towers/trainer.py")
+    monkeypatch.setattr(program.signal, "signal", lambda *_: None)
+    assert program.main(["HEAD~1"]) == 2
+    assert "uncommitted changes" in capsys.readouterr().err
+
+
 def test_two_revisions_are_trained_and_compared(monkeypatch, tmp_path, capsys):
     """Each commit is checked out, and its worktree removed."""
     trained = []
@@ -167,6 +174,9 @@ def test_two_revisions_are_trained_and_compared(monkeypatch, tmp_path, capsys):
         return make_run(keep / worktree.name / name)
 
     monkeypatch.setattr(program, "find_or_train", train)
+    git = program.git
+    clean = lambda *given: "" if given[0] == "status" else git(*given)  # noqa: E731
+    monkeypatch.setattr(program, "git", clean)
     monkeypatch.setattr(program.signal, "signal", lambda *_: None)
     assert program.main(["HEAD", "HEAD", "--runs=resume", f"--keep={tmp_path}"]) == 0
     assert "resume: same" in capsys.readouterr().out

@@ -110,6 +110,11 @@ def test_a_keras_model_is_for_the_other_function(towers):
         make_parallel(mlp(), towers(2), x=numbers(6, 8))
 
 
+def test_a_scalar_has_no_rows_to_split(towers):
+    with pytest.raises(ValueError, match="^s has no rows .*functools.partial"):
+        make_parallel(lambda x, s: x * s, towers(2), x=tf.ones([4]), s=2.0)
+
+
 @pytest.mark.parametrize("num_towers", [0, -1, []])
 def test_no_towers_are_refused(num_towers):
     with pytest.raises(ValueError, match="towers"):

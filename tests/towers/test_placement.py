@@ -1,14 +1,21 @@
 import dataclasses
+import math
 import re
+from collections import Counter
 
 import keras
 import pytest
 import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
+from cifar_towers.config.schedules import RunLength
+from cifar_towers.data.dataset import CIFAR10
+from cifar_towers.registry import SPEEDNETS
 from cifar_towers.towers import Tower, placement_report, run_on_towers, variable_placement
-from cifar_towers.towers.placement import PLACEMENTS, pin_to_device
+from cifar_towers.towers.placement import PLACEMENTS, pin_to_device, short_device
 from cifar_towers.training import build
+from cifar_towers.training.optimizers import make_optimizer
+from tests.configs import recipe
 
 
 def device_indices(variables):
@@ -68,7 +75,7 @@ def test_the_flag_has_all_placements():
     [
         ({"model": "cifarnet"}, "cpu", ["/GPU:0", "/GPU:1"]),
         ({"model": "cifarnet", "jit_compile": True}, "round_robin", ["/GPU:0"]),
-        ({"model": "speednet94"}, "round_robin", ["/GPU:0", "/GPU:1"]),
+        ({"model": "speednet94"}, "least_loaded", ["/GPU:0", "/GPU:1"]),
         ({"variable_placement": "least_loaded"}, "least_loaded", ["/GPU:0", "/GPU:1"]),
     ],
 )
@@ -80,6 +87,30 @@ def test_variables_are_on_gpus_by_default_if_their_update_is_large_or_compiled(
     build.place_variables(TrainConfig(**settings), [Tower(0, "/GPU:0"), Tower(1, "/GPU:1")])
     ((used, towers),) = placed
     assert (used, [tower.device for tower in towers]) == (policy, devices)
+
+
+@pytest.mark.parametrize("name", ["speed94", "cifarnet", "resnet20"])
+def test_least_loaded_spreads_the_bytes_of_weights_and_slots(towers, name):
+    """The fullest device has at most 1.5 times the mean, or hardly more than a single weight with
+    its slots.
+    """
+    config = recipe(name)
+    is_speednet = config.model in SPEEDNETS
+    for count in (2, 3, 4, 8):
+        with variable_placement("least_loaded", towers(count)):
+            model = build.make_model(config, "float32", CIFAR10)
+            optimizer = make_optimizer(config, model, RunLength(10, 100, 100), is_speednet)
+            weights = [variable.value for variable in model.variables]
+        bytes_on = Counter()
+        bytes_of_shape = Counter()
+        for variable in [*weights, *optimizer.slots().values()]:
+            size = math.prod(variable.shape) * variable.dtype.size
+            bytes_on[short_device(variable.device)] += size
+            bytes_of_shape[tuple(variable.shape)] += size
+        shapes = Counter(tuple(weight.shape) for weight in weights)
+        largest = max(bytes_of_shape[shape] / number for shape, number in shapes.items())
+        mean = sum(bytes_on.values()) / count
+        assert max(bytes_on.values()) <= max(1.5 * mean, 1.01 * largest), (count, bytes_on)
 
 
 def test_placement_report_lists_bytes_and_devices(towers):

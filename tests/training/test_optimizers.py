@@ -13,6 +13,7 @@ from cifar_towers.training.optimizers import (
     AdamW,
     Momentum,
     Muon,
+    main_rate,
     make_optimizer,
     orthogonalize,
     split_by_role,
@@ -296,3 +297,15 @@ def test_momentum_and_weight_decay_are_summed_in_one_order():
     ]
     assert sums and all(len(node.input) == 2 for node in sums)
     np.testing.assert_allclose(moved, np.full([8, 8], 1.01))
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ({"biases": 3, "kernels": 1, "head": 2}, 1),
+        ({"biases": 3, "head": 2}, 2),  # a net whose only kernel is the head
+        ({"biases": 3, "whitening": 4}, 3),
+    ],
+)
+def test_the_rate_that_is_shown_is_that_of_the_kernels(rates, expected):
+    assert main_rate(rates) == expected
