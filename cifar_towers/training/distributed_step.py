@@ -22,7 +22,6 @@ from cifar_towers.training.step import (
     StepMetrics,
     TowerResult,
     TowerStep,
-    all_finite,
     dense_gradients,
     is_integer,
     make_step_metrics,
@@ -135,21 +134,18 @@ class MirroredStep:
         replicas = _by_replica(self.strategy, distributed._replace(non_trainable=[]))
         first = replicas[0]  # what was exchanged is the same on all
 
+        tower_losses = first.losses["total_loss"]
         outcome = self.strategy.extended.update(
             self.state.step,
             self._apply_on_replica,
-            args=(
-                distributed.gradients,
-                distributed.non_trainable,
-                rates,
-                all_finite(first.losses["total_loss"]),
-            ),
+            args=(distributed.gradients, distributed.non_trainable, rates, tower_losses),
         )
         updated, gradient_norm = _by_replica(self.strategy, outcome)[0]
 
         num_examples = batch.labels.shape[0] * len(self.towers) // len(self.local_towers)
-        accuracy = tf.reduce_sum(first.num_correct) / num_examples
-        metrics = make_step_metrics(first.losses, accuracy, updated, gradient_norm)
+        metrics = make_step_metrics(
+            first.losses, first.num_correct, num_examples, updated, gradient_norm
+        )
         if first.signals is not None:
             metrics = metrics._replace(stop_signal=tf.reduce_max(first.signals))
         results = [replica.tower_result for replica in replicas]
@@ -182,11 +178,11 @@ class MirroredStep:
         gradients: Sequence[Gradient],
         non_trainable: Sequence[tf.Tensor | None],
         rates: Mapping[str, tf.Tensor],
-        finite: tf.Tensor,
+        tower_losses: tf.Tensor,
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Apply the update to this replica's copy of the variables."""
         pairs = list(zip(gradients, self.state.weights, strict=True))
-        return self.state.apply(pairs, non_trainable, rates, finite)
+        return self.state.apply(pairs, non_trainable, rates, tower_losses)
 
 
 def towers_here(strategy: tf.distribute.Strategy, towers: Sequence[Tower]) -> list[Tower]:

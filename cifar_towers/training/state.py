@@ -109,7 +109,7 @@ class TrainState:
         gradients: Sequence[tuple],
         non_trainable: Sequence[tf.Tensor | None],
         rates: Mapping[str, tf.Tensor],
-        finite: tf.Tensor,
+        tower_losses: Sequence[tf.Tensor] | tf.Tensor,
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Update the variables, then the averages, then the step counter.
 
@@ -121,7 +121,7 @@ class TrainState:
           gradients: N x (mean gradient, variable).
           non_trainable: S new values of these variables; None leaves a variable unchanged.
           rates: learning rates by active parameter group.
-          finite: [] bool, whether the losses of all towers are finite.
+          tower_losses: [K] total losses of all towers.
 
         Returns:
           [] bool, whether the variables were updated by the gradients; and the norm of the mean
@@ -131,7 +131,8 @@ class TrainState:
         def assign_all() -> tuple[tf.Tensor, tf.Tensor]:
             step = tf.convert_to_tensor(self.step)
             norm = gradient_norm(gradients)
-            updated = tf.logical_and(finite, tf.math.is_finite(norm))
+            losses_are_finite = tf.reduce_all(tf.math.is_finite(tower_losses))
+            updated = tf.logical_and(losses_are_finite, tf.math.is_finite(norm))
 
             new_values = self.optimizer.compute_updates(gradients, rates, step)
             for variable, value in zip(self.non_trainable, non_trainable, strict=True):

@@ -106,13 +106,12 @@ def make_update(
         averaged = average_gradients(tower_grads)  # the towers meet here
 
         non_trainable = average_non_trainable(results, state.non_trainable)
-        losses = stack_losses(results)
-        finite = all_finite(losses["total_loss"])
-        updated, gradient_norm = state.apply(averaged, non_trainable, rates, finite)
+        tower_losses = [result.losses["total_loss"] for result in results]
+        updated, gradient_norm = state.apply(averaged, non_trainable, rates, tower_losses)
 
-        num_correct = tf.add_n([result.num_correct for result in results])
-        accuracy = num_correct / batch.labels.shape[0]
-        metrics = make_step_metrics(losses, accuracy, updated, gradient_norm)
+        losses, num_correct = stack_results(results)
+        num_examples = batch.labels.shape[0]
+        metrics = make_step_metrics(losses, num_correct, num_examples, updated, gradient_norm)
         mean_gradients = [gradient for gradient, _ in averaged]
         return metrics, dense_gradients(mean_gradients, results)
 
@@ -255,31 +254,29 @@ def average_non_trainable(
     return averaged
 
 
-def stack_losses(results: Sequence[TowerResult]) -> dict[str, tf.Tensor]:
-    """Return the losses [K] of the towers by term."""
-    with tf.name_scope("metrics"):
-        return {
-            term: tf.stack([result.losses[term] for result in results])
-            for term in results[0].losses
-        }
-
-
-def all_finite(tower_losses: tf.Tensor) -> tf.Tensor:
-    """Return whether the losses [K] of all towers are finite."""
-    return tf.reduce_all(tf.math.is_finite(tower_losses))
+def stack_results(results: Sequence[TowerResult]) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
+    """Return the losses [K] of the towers by term, and their numbers of correct examples [K]."""
+    with tf.name_scope("stack_results"):
+        losses = {}
+        for term in results[0].losses:
+            losses[term] = tf.stack([result.losses[term] for result in results])
+        return losses, tf.stack([result.num_correct for result in results])
 
 
 def make_step_metrics(
     losses: Mapping[str, tf.Tensor],
-    accuracy: tf.Tensor,
+    num_correct: tf.Tensor,
+    num_examples: int,
     updated: tf.Tensor,
     gradient_norm: tf.Tensor,
 ) -> StepMetrics:
-    """Return the metrics of a step from the losses [K] by term."""
+    """Return the metrics of a step on so many examples, from the towers' losses [K] by term and
+    their numbers of correct examples [K].
+    """
     with tf.name_scope("metrics"):
         return StepMetrics(
             loss=tf.reduce_mean(losses[EXAMPLE_LOSS]),
-            accuracy=accuracy,
+            accuracy=tf.reduce_sum(num_correct) / num_examples,
             gradient_norm=gradient_norm,
             tower_losses=losses["total_loss"],
             losses={term: values[-1] for term, values in losses.items()},
@@ -326,5 +323,5 @@ def copy_to_host(metrics: StepMetrics) -> StepMetrics:
     def copy(value: tf.Tensor | None) -> tf.Tensor | None:
         return None if value is None else tf.identity(value)
 
-    with tf.name_scope("metrics"), tf.device(HOST):
+    with tf.name_scope("copy_to_host"), tf.device(HOST):
         return tf.nest.map_structure(copy, metrics)

@@ -79,6 +79,12 @@ def test_workers_get_a_cluster_and_a_share_of_the_cores(launch, monkeypatch, cap
     assert sum(int(line[1]) for line in starts) == (cores if cores > 1 else 2)
 
 
+def test_workers_meet_without_a_proxy(launch, monkeypatch, capfd):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    launch("print(os.environ['no_grpc_proxy'], flush=True)", num_workers=2)
+    assert capfd.readouterr().out == "127.0.0.1\n"
+
+
 def test_fewer_gpus_than_workers_are_refused(launch, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UsageError, match="num_workers=2 .* 1;"):

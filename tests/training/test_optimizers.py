@@ -67,7 +67,8 @@ def update(state, gradients, rates=None, finite=True):
         for name, rate in (rates or state.optimizer.learning_rates(1)).items()
     }
     pairs = list(zip(gradients, state.weights, strict=True))
-    result = state.apply(pairs, [], rates, tf.constant(finite))
+    tower_losses = tf.constant([1.0, 1.0 if finite else np.nan])
+    result = state.apply(pairs, [], rates, tower_losses)
     return result, {
         n for n, v in state.named_variables().items() if not np.array_equal(v.numpy(), before[n])
     }
