@@ -213,6 +213,23 @@ def kill(trial: Trial) -> str:
     return finish(trial, script, saved)
 
 
+def kill_in_bfloat16(trial: Trial) -> str:
+    """`kill -9` at a random moment of a run in bfloat16, emulated where the processor has none."""
+    flags = ("--precision=bfloat16",)
+    seconds, weights = reference(OURS, flags=flags)
+    with train(OURS, trial.scratch, flags=flags) as run:
+        run.wait(trial.rng.uniform(0, seconds))
+    saved = run.saved
+    trial.details = f"killed after {run.end - run.start:.3f} s, {saved} steps saved"
+    with train(OURS, trial.scratch, flags=flags) as again:
+        again.wait()
+    check(again.exit_code == 0, again.ending)
+    if hooks.RESUMED.search(again.output):
+        again.check_resumed(saved)
+    check(again.weights == weights, "other weights")
+    return "same weights"
+
+
 def repeat(trial: Trial) -> str:
     """Make a run of the same seed in another directory, with other reporting, interruptions or
     process.
@@ -279,6 +296,7 @@ def _sample(run, step: int, *_) -> None:
 EXPERIMENTS = [
     Experiment("kill -9 at a random moment", (OURS,), 10, 200, kill),
     Experiment("kill -9 at a random moment", (MANAGER, BACKUP), 4, 60, kill),
+    Experiment("kill -9, bfloat16", (OURS,), 2, 20, kill_in_bfloat16),
     Experiment("same seed", (OURS,), 3, 10, repeat),
     Experiment("a long run", (OURS,), 1, 2, check_leaks),
 ]

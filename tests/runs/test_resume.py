@@ -4,10 +4,11 @@ other devices.
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from cifar_towers.errors import Interrupted
-from cifar_towers.runs.checkpoint import find_checkpoint, step_of
+from cifar_towers.runs.checkpoint import find_checkpoint, read_checkpoint, step_of
 from scripts.compare import compare_runs
 from tests.messages import lines_with
 from tests.runs.short_runs import (
@@ -128,6 +129,8 @@ def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(
             {"optimizer": "adamw", "variable_placement": "round_robin"}, marks=pytest.mark.slow
         ),
         {"strategy": "mirrored", "batch_statistics": "synchronized"},
+        {"precision": "bfloat16"},
+        {"precision": "bfloat16", "num_gpus": 1, "optimizer": "muon", "lookahead": True},
     ],
     ids=lambda settings: "-".join(settings),
 )
@@ -141,6 +144,26 @@ def test_every_kind_of_state_is_restored(tmp_path, capsys, settings):
     assert lines_with(capsys.readouterr().out, "resuming", "step 3")
     same, differences = compare_runs(tmp_path / "whole", tmp_path / "resumed")
     assert same and "step-6.npz" in differences, differences
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_bfloat16_is_for_the_computation_alone(tmp_path, num_gpus):
+    """Weights, slots and averages are kept in float32, and trained to about what float32 gives."""
+    config = replace(TINY, num_gpus=num_gpus, lookahead=True, max_steps=10, learning_rate=0.2)
+    losses = {}
+    for precision in ("float32", "bfloat16"):
+        directory = tmp_path / precision
+        run(config, directory, precision=precision)
+        losses[precision] = np.array([record["loss"] for record in records_of(directory, "train")])
+        values, metadata = read_checkpoint(find_checkpoint(directory))
+        owners = {name.partition(".")[0] for name in values}
+        assert owners == {"step", "model", "ema", "lookahead", "optimizer"}
+        dtypes = {value.dtype.name for value in values.values() if value.dtype.kind not in "iu"}
+        assert dtypes == {"float32"} and metadata["facts"]["precision"] == precision
+
+    assert losses["bfloat16"][-1] < 0.98 * losses["bfloat16"][0]
+    np.testing.assert_allclose(losses["bfloat16"], losses["float32"], rtol=0.02)
+    assert not np.array_equal(losses["bfloat16"], losses["float32"])
 
 
 @pytest.mark.slow
