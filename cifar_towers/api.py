@@ -149,9 +149,8 @@ def _visible_log() -> Iterator[None]:
     level, propagate = logger.level, logger.propagate
     if not (logger.hasHandlers() and logger.isEnabledFor(logging.INFO)):
         logger.addHandler(handler)
-        logger.propagate = (
-            False  # a library's first warning gives the root logger a handler for all levels
-        )
+        # a library's first warning gives the root logger a handler for all levels
+        logger.propagate = False
         logger.setLevel(level or logging.INFO)
     try:
         yield

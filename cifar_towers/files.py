@@ -58,9 +58,8 @@ def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object]
     Args:
       content: what to write, or a function that writes it to a file.
     """
-    temporary = path.with_name(
-        f"{TEMPORARY}{path.name}"
-    )  # always the same, so that killed processes leave only one
+    # always the same, so that killed processes leave only one
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")
     try:
         with temporary.open("wb") as file:
             if callable(content):

@@ -22,11 +22,12 @@ from cifar_towers.errors import UsageError
 # the layers' names.
 SPEEDNETS = ("speednet93", "speednet94", "speednet95", "speednet96", "speednet_proxy")
 MODELS = ("cifarnet", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110", *SPEEDNETS)
+# `training.optimizers.make_optimizer` has the update rules of each
 OPTIMIZERS = (
     "momentum",
     "muon",
     "adamw",
-)  # `training.optimizers.make_optimizer` has the update rules of each
+)
 FUNCTIONS = ("model", "augment", "loss")  # settings that may name a function of the user's
 BUILT_IN = ("cifar10", "synthetic", "auto")
 PREFIXES = FOLDER, CSV, NPZ = "folder:", "csv:", "npz:"  # of the names of data sets at a path
@@ -126,9 +127,8 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     if path:
         _check_imported(f"{setting}={name}", path, source)
     if path and source.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(
-            str(path), path
-        )  # files of one name are different modules
+        # files of one name are different modules
+        spec = importlib.util.spec_from_file_location(str(path), path)
         assert spec and spec.loader, "a file that ends in .py has both"
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         with _searched_first(str(path.parent)):

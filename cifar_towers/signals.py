@@ -9,14 +9,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+# USR1: what Slurm sends before the time is up
 STOP_SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGUSR1,
-)  # USR1: what Slurm sends before the time is up
-REPEAT_SECONDS = (
-    0.1  # `timeout` and schedulers signal a process, and at once its group: that is one signal
 )
+# `timeout` and schedulers signal a process, and at once its group: that is one signal
+REPEAT_SECONDS = 0.1
 
 log = logging.getLogger(__name__)
 

@@ -115,9 +115,8 @@ def train_from(step: int, run: "Training") -> int:
                 run.check_and_log(finished)
                 if run.evaluator.is_due(step):
                     run.evaluate_now(step)
-                if run.ends_epoch(
-                    step
-                ):  # then this step was awaited, and is the last of `finished`
+                # then this step was awaited, and is the last of `finished`
+                if run.ends_epoch(step):
                     run.logger.log_epoch(step, finished[-1].rates, run.evaluations)
                 if run.should_save(step) and run.can_be_saved(step):
                     run.save_now(step)

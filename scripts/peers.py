@@ -164,9 +164,8 @@ def pytorch(
     model = pytorch_net(net, images.shape[1]).to(device, memory_format=torch.channels_last)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, 0.01, **SGD, fused=True)
-    batch = (
-        torch.from_numpy(images).permute(0, 3, 1, 2).to(device)
-    )  # channels_last, as the bytes are
+    # channels_last, as the bytes are
+    batch = torch.from_numpy(images).permute(0, 3, 1, 2).to(device)
     targets = torch.from_numpy(labels).to(device)
     forward = torch.compile(model) if compiled else model
 

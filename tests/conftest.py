@@ -29,9 +29,8 @@ def pytest_configure(config):
 
         from cifar_towers.towers import make_towers
 
-        tf.config.experimental.enable_tensor_float_32_execution(
-            False
-        )  # no witness of float32 has 10 bits
+        # no witness of float32 has 10 bits
+        tf.config.experimental.enable_tensor_float_32_execution(False)
         make_towers(MAX_TOWERS)
 
 

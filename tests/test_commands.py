@@ -22,9 +22,8 @@ def test_printed_commands_run_when_pasted(tmp_path, small_folder, monkeypatch, c
     for name in ("tensorboard", "cifar-towers"):
         (bin / name).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
         (bin / name).chmod(0o755)
-    monkeypatch.setattr(
-        sys, "executable", str(bin / "python")
-    )  # of an environment that is not activated
+    # of an environment that is not activated
+    monkeypatch.setattr(sys, "executable", str(bin / "python"))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     shutil.copy(ROOT / "tests/nets.py", place / "my net.py")
     Image.new("RGB", (32, 32), "red").save(place / "picture.jpg")

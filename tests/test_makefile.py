@@ -12,6 +12,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.config.flags import parse_command_line
 
 ROOT = Path(__file__).parents[1]
+# under `make test`
 OUTER_MAKE = {
     "MAKEFLAGS",
     "MFLAGS",
@@ -20,7 +21,7 @@ OUTER_MAKE = {
     "ARGS",
     "CONFIG",
     "NUM_GPUS",
-}  # under `make test`
+}
 
 
 def make(*arguments):

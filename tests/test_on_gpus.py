@@ -45,9 +45,8 @@ def test_row_of_the_table():
         "21.5 s",
     ):
         assert cell in row
-    assert (
-        "ours 10.2, ours-xla 2.0 ms |" in row and "ours 1.3, ours-xla 0.3 ms" in row
-    )  # of 1,024 and of 128 images
+    # of 1,024 and of 128 images
+    assert "ours 10.2, ours-xla 2.0 ms |" in row and "ours 1.3, ours-xla 0.3 ms" in row
     page = on_gpus.add_row(on_gpus.TABLE.read_text(), row)
     assert f"\n{on_gpus.HEADER}\n| --- |" in page and f"| --- |\n{row}\n|" in page
     failed = on_gpus.make_row(

@@ -61,9 +61,8 @@ def environment(tmp_path):
         [*pip, f"--python={python}", "install", *alone, *tmp_path.glob("*.whl")], check=True
     )
     (site,) = environment.glob("lib/python*/site-packages")
-    (site / "libraries.pth").write_text(
-        sysconfig.get_path("purelib")
-    )  # its own .pth files are not read
+    # its own .pth files are not read
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))
     return environment
 
 

@@ -21,12 +21,13 @@ from cifar_towers.signals import StopSignals
 
 log = logging.getLogger(__name__)
 
+# in a process of its own; flags are appended
 TRAIN_COMMAND = [
     sys.executable,
     "-m",
     "cifar_towers",
     "train",
-]  # in a process of its own; flags are appended
+]
 USAGE = """CIFAR-10 on towers: copies of the model that share each batch, one on each GPU.
 
 {programs}
@@ -100,12 +101,10 @@ def train(config: TrainConfig) -> None:
         return train_seeds(config)
     if cluster := resolve_cluster(config, os.environ):
         if cluster.index:
-            logging.getLogger("cifar_towers").setLevel(
-                logging.WARNING
-            )  # the chief logs for all workers
-            logging.getLogger("cifar_towers.multi_worker").setLevel(
-                logging.INFO
-            )  # except where a worker is
+            # the chief logs for all workers
+            logging.getLogger("cifar_towers").setLevel(logging.WARNING)
+            # except where a worker is
+            logging.getLogger("cifar_towers.multi_worker").setLevel(logging.INFO)
         log.info(
             f"{cluster.name(cluster.index)}: TensorFlow opens its port on every interface, "
             "without authentication; see docs/cluster.md"

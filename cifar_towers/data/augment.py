@@ -22,9 +22,8 @@ class Augmentation(NamedTuple):
     settings: AugmentationSettings = AugmentationSettings()
     mean: tuple[float, ...] = CIFAR10.mean
     std: tuple[float, ...] = CIFAR10.std
-    own: Callable[..., tuple[tf.Tensor, tf.Tensor]] | None = (
-        None  # the user's, as `load_augmentation` returns it
-    )
+    # the user's, as `load_augmentation` returns it
+    own: Callable[..., tuple[tf.Tensor, tf.Tensor]] | None = None
 
     def augment(self, images: tf.Tensor, draws: RandomDraws, image_size: int = 0) -> tf.Tensor:
         """Augment and normalize training images: [B, S, S, 3] uint8 -> [B, T, T, 3] float32.
@@ -102,9 +101,8 @@ def random_window(
         mode = {"reflect": "REFLECT", "zeros": "CONSTANT"}[fill]
         images = tf.pad(images, [[0, 0], [pad, pad], [pad, pad], [0, 0]], mode)
     num_positions = images.shape[1] - size + 1
-    corner = tf.cast(
-        position * num_positions, tf.int64
-    )  # TensorFlow keeps int32 in the host's memory
+    # TensorFlow keeps int32 in the host's memory
+    corner = tf.cast(position * num_positions, tf.int64)
     offsets = tf.range(size, dtype=tf.int64)
     rows = corner[:, :1] + offsets
     columns = corner[:, 1:] + tf.where(mirrored[:, None], offsets[::-1], offsets)

@@ -24,9 +24,8 @@ class RandomDraws(NamedTuple):
     cutout: tf.Tensor  # [B, 2] in [0, 1): position of the square that is set to 0
     brightness: tf.Tensor  # [B] in [-1, 1)
     contrast: tf.Tensor  # [B] in [-1, 1)
-    example_index: (
-        tf.Tensor
-    )  # [B] int64: number of examples drawn before; seeds layers that draw random numbers
+    # [B] int64: number of examples drawn before; seeds layers that draw random numbers
+    example_index: tf.Tensor
     own: tf.Tensor  # [B, 8] in [0, 1) for an augmentation of the user's own; [B, 0] without one
 
 
@@ -84,9 +83,8 @@ class Batches:
         options.autotune.enabled = False  # its thread delays the end of a stream by seconds
         with tf.device(HOST):
             steps = tf.data.Dataset.range(first_step, last_step)
-            at = tf.autograph.experimental.do_not_convert(
-                self.at
-            )  # analyzing it for conversion takes long
+            # analyzing it for conversion takes long
+            at = tf.autograph.experimental.do_not_convert(self.at)
             batches = steps.map(at).prefetch(NUM_PREFETCHED).with_options(options)
         return (
             batches.apply(tf.data.experimental.prefetch_to_device(self._device))

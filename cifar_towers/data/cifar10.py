@@ -33,10 +33,11 @@ DIGESTS = {  # `Split.digest` of the decoded splits
     "train": "c50e2d9aebe4fd88c438994f8eb0f97707faa404b3760eb30bd3ede49611335a",
     "test": "4b43d2e153a74d4688cbf861a0a06235f0f42c0171aceaf852242dd01a54fc6d",
 }
+# the published files, in a folder or packed
 FOLDER, ARCHIVE = (
     "cifar-10-batches-py",
     "cifar-10-python.tar.gz",
-)  # the published files, in a folder or packed
+)
 BATCHES = {  # split -> published file -> its MD5
     "train": {
         "data_batch_1": "c99cafc152244af753f735de768cd75f",
@@ -205,9 +206,8 @@ def _read_copy(copy: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
     for batch, md5 in BATCHES[name].items():
         if hashlib.md5(contents.get(batch, b"")).hexdigest() != md5:
             raise ValueError(f"{batch} is missing or not the published file")
-        values = pickle.loads(
-            contents[batch], encoding="bytes"
-        )  # a pickle that is known executes nothing
+        # a pickle that is known executes nothing
+        values = pickle.loads(contents[batch], encoding="bytes")
         batches.append((np.array(values[b"labels"]), values[b"data"]))
     labels, pixels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
     order = stored_order(name, len(labels))

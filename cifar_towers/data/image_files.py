@@ -14,6 +14,7 @@ from cifar_towers.errors import DataError, error_text, listed
 from cifar_towers.hardware import available_cores
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")
+# of the pictures in a folder, in any case
 SUFFIXES = (
     ".jpg",
     ".jpeg",
@@ -21,7 +22,7 @@ SUFFIXES = (
     ".gif",
     ".bmp",
     ".webp",
-)  # of the pictures in a folder, in any case
+)
 MAX_PIXELS = 25_000_000
 
 
@@ -95,9 +96,8 @@ def to_levels(image: Image.Image, image_size: int) -> np.ndarray:
         raise ValueError("it has more than 8 bits a pixel; save it with 8 bits")
     is_transparent = image.has_transparency_data
     image = ImageOps.exif_transpose(image)
-    square = min(
-        image.size
-    )  # `ImageOps.fit` would cut at half pixels, and let pixels outside the square in
+    # `ImageOps.fit` would cut at half pixels, and let pixels outside the square in
+    square = min(image.size)
     left, top = (image.width - square) // 2, (image.height - square) // 2
     image = image.crop((left, top, left + square, top + square)).convert(
         "RGBA" if is_transparent else "RGB"

@@ -131,9 +131,8 @@ def _name(item: Path | ArrayRow) -> str:
 def _hash(item: Path | ArrayRow, root: Path) -> bytes:
     if isinstance(item, ArrayRow):
         return hashlib.sha256(item.levels.tobytes()).digest()
-    folder = (
-        "" if item.parent == root.parent else item.parent.name
-    )  # the folder of a table may be renamed
+    # the folder of a table may be renamed
+    folder = "" if item.parent == root.parent else item.parent.name
     return hashlib.sha256(os.fsencode(f"{folder}/{item.name}")).digest()
 
 

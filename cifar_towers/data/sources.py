@@ -25,9 +25,8 @@ class Source(NamedTuple):
     """A data set that has been located, before anything slow starts."""
 
     name: str  # as in `--dataset`, but never "auto"
-    read: Callable[
-        [int, Sequence[str]], Mapping[str, Split]
-    ]  # (image size, split names) -> splits in any size
+    # (image size, split names) -> splits in any size
+    read: Callable[[int, Sequence[str]], Mapping[str, Split]]
 
 
 def find(dataset: str, data_dir: str = "") -> Source:

@@ -27,13 +27,14 @@ def make(count: int, seed: int, stream: int) -> Split:
     """
     random = np.random.Generator(np.random.Philox(key=[seed, stream]))
     labels = random.permutation(np.arange(count) % len(CLASSES)).astype(np.int64)
+    # center, radius, angle and frequency of a figure
     ranges = (
         (12, 20),
         (12, 20),
         (7, 11),
         (-0.5, 0.5),
         (7, 10),
-    )  # center, radius, angle and frequency of a figure
+    )
     figures = [random.uniform(low, high, (count, 1, 1)).astype("f4") for low, high in ranges]
     background = random.uniform(60, 195, (count, 3)).astype("f4")
     direction = np.where(background > 127, -1, 1)
@@ -56,10 +57,11 @@ def _paint(labels: np.ndarray, figure: Sequence[np.ndarray], colors: np.ndarray)
     y0, x0, radius, angle, frequency = figure
     y, x = np.mgrid[:IMAGE_SIZE, :IMAGE_SIZE].astype("f4")
     y, x = (y - y0) / radius, (x - x0) / radius
+    # in the figure's own frame
     u, v = (
         x * np.cos(angle) + y * np.sin(angle),
         y * np.cos(angle) - x * np.sin(angle),
-    )  # in the figure's own frame
+    )
     texture, shape = np.divmod(labels[:, None, None], len(SHAPES))
     stripes = np.sin(frequency * u) > 0
     marks = stripes ^ ((np.sin(frequency * v) > 0) & (texture == 1))

@@ -24,10 +24,11 @@ from cifar_towers.errors import DataError, error_line
 log = logging.getLogger(__name__)
 
 Builder: TypeAlias = Any  # tfds.core.DatasetBuilder; importing TFDS takes seconds
+# builders that number CIFAR-10's classes and do not name them
 UNNAMED = (
     "cifar10_1",
     "cifar10_corrupted",
-)  # builders that number CIFAR-10's classes and do not name them
+)
 
 
 def tfds_directory(data_dir: str = "") -> Path:
@@ -57,9 +58,8 @@ def make_builder(name: str, directory: Path) -> Builder:
     try:
         return import_tfds().builder(name, data_dir=str(directory))
     except Exception as error:
-        reason = next(
-            iter(str(error).splitlines()), type(error).__name__
-        )  # TFDS lists all names below
+        # TFDS lists all names below
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataError(f"dataset={name} with data_dir={directory}: {reason}") from error
 
 

@@ -16,9 +16,8 @@ from cifar_towers.multi_worker.cluster_spec import ALONE, Workers
 from cifar_towers.towers import Tower, run_on_towers, split_batch
 from cifar_towers.towers.placement import HOST
 
-MAX_BATCH_PIXELS = (
-    500 * 32 * 32
-)  # on CPUs, larger batches gain nothing, and lose an eighth in float32 with AVX2
+# on CPUs, larger batches gain nothing, and lose an eighth in float32 with AVX2
+MAX_BATCH_PIXELS = 500 * 32 * 32
 
 Values = Sequence[Any]  # of variables: tensors, arrays or the variables
 ClassifyFn = Callable[..., np.ndarray]  # see `make_classify_fn`
@@ -35,9 +34,8 @@ class Evaluator:
 
     evaluate: Callable[..., Score]  # `score_split` with its first argument
     splits: Mapping[str, Split]  # in the order of the reports
-    weight_sets: Mapping[
-        str, tuple
-    ]  # name -> (weights, non-trainable values); the run reports the last
+    # name -> (weights, non-trainable values); the run reports the last
+    weight_sets: Mapping[str, tuple]
     every_steps: int  # steps between evaluations before the end; 0: only at the end
     last_step: int
     tta: bool = False  # whether the evaluation at the end is also made with TTA
@@ -130,9 +128,8 @@ def make_classify_fn(
         weights, non_trainable = (
             [tf.convert_to_tensor(v) for v in values] for values in (weights, non_trainable)
         )
-        num_shares = (
-            workers.size if len(images) >= workers.size else 1
-        )  # if 1, every worker classifies all
+        # if 1, every worker classifies all
+        num_shares = workers.size if len(images) >= workers.size else 1
         index = workers.index % num_shares
         share = images[len(images) * index // num_shares : len(images) * (index + 1) // num_shares]
         parts = []

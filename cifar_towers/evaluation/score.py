@@ -10,9 +10,8 @@ import numpy as np
 from cifar_towers.errors import count
 
 MAX_MISTAKES = 32
-NUM_BINS = (
-    15  # equal bins of the confidence, the highest probability of an image (arXiv 1706.04599)
-)
+# equal bins of the confidence, the highest probability of an image (arXiv 1706.04599)
+NUM_BINS = 15
 
 
 class Score:
@@ -29,31 +28,25 @@ class Score:
         self.count, self.correct = len(labels), int((predicted == labels).sum())
         self.accuracy = self.correct / self.count
         counts = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
-        self.confusion = counts.reshape(
-            num_classes, num_classes
-        )  # examples of class (row) predicted as class (column)
+        # examples of class (row) predicted as class (column)
+        self.confusion = counts.reshape(num_classes, num_classes)
         confidence = probabilities.max(1)
         margin = logits.max(1).astype(np.float64) - logits[np.arange(len(labels)), labels]
-        losses = margin - np.log(
-            confidence
-        )  # finite even where the label's probability is 0 in float64
-        self.loss = float(
-            losses.mean()
-        )  # cross entropy without label smoothing: the negative log likelihood (NLL)
+        # finite even where the label's probability is 0 in float64
+        losses = margin - np.log(confidence)
+        # cross entropy without label smoothing: the negative log likelihood (NLL)
+        self.loss = float(losses.mean())
         wrong = np.flatnonzero(predicted != labels)
-        self.mistakes = wrong[np.argsort(-confidence[wrong], kind="stable")][
-            :MAX_MISTAKES
-        ]  # the most confident first
-        bins = np.digitize(
-            confidence, np.arange(1, NUM_BINS) / NUM_BINS, right=True
-        )  # each has its upper edge
+        # the most confident first
+        self.mistakes = wrong[np.argsort(-confidence[wrong], kind="stable")][:MAX_MISTAKES]
+        # each has its upper edge
+        bins = np.digitize(confidence, np.arange(1, NUM_BINS) / NUM_BINS, right=True)
         sums = [
             np.bincount(bins, weights, NUM_BINS)
             for weights in (None, predicted == labels, confidence)
         ]
-        self.reliability = np.stack(
-            sums
-        )  # [3, 15] images, correct predictions and sum of the confidences in each bin
+        # [3, 15] images, correct predictions and sum of the confidences in each bin
+        self.reliability = np.stack(sums)
         # The expected calibration error is the mean over the images of |accuracy - mean confidence|
         # of their bins.
         self.ece = float(np.abs(sums[1] - sums[2]).sum()) / self.count

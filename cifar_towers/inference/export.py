@@ -21,15 +21,13 @@ from cifar_towers.models.layers import Activation, BatchNorm, Conv2D, LocalRespo
 from cifar_towers.models.speednet import Whitening
 from cifar_towers.runs.run import load_run
 
-MAX_DIFFERENCE = (
-    1e-4  # of a probability; rounding explains 2e-5, as the project's convolutions are Winograd's
-)
+# of a probability; rounding explains 2e-5, as the project's convolutions are Winograd's
+MAX_DIFFERENCE = 1e-4
 BATCH_SIZE = 250  # images of the check
 CLASSES = "classes.txt"  # the classes' names in the order of the probabilities, one a line
 
-LayerAndWeights = tuple[
-    keras.layers.Layer, list[np.ndarray]
-]  # the weights are set once the layer is built
+# the weights are set once the layer is built
+LayerAndWeights = tuple[keras.layers.Layer, list[np.ndarray]]
 ReadFn = Callable[[np.ndarray], np.ndarray]  # uint8 images [B, S, S, 3] -> probabilities [B, C]
 
 

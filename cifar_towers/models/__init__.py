@@ -34,6 +34,5 @@ MODELS: dict[str, Callable[..., keras.Model]] = {
         speednet, widths=(32, 64, 64), momentum=0.9, head_std=None, logit_divisor=9
     ),
 }
-WEIGHT_DECAYS = {
-    "cifarnet": {"local3": 0.004, "local4": 0.004}
-}  # model -> layer -> factor of its weight loss
+# model -> layer -> factor of its weight loss
+WEIGHT_DECAYS = {"cifarnet": {"local3": 0.004, "local4": 0.004}}

@@ -16,18 +16,20 @@ from cifar_towers.hardware import processor_features, xla_runs
 
 Padding: TypeAlias = Sequence[tuple[int, int]]  # before and after each of the axes [B, H, W, C]
 
+# pixels of a tile's side, m; with larger ones float32 loses more than a digit or two
 WINOGRAD_TILES = (
     2,
     3,
     4,
-)  # pixels of a tile's side, m; with larger ones float32 loses more than a digit or two
+)
+# of the Cook-Toom algorithm, which has the first m + 1 of them and infinity
 WINOGRAD_POINTS = (
     0,
     1,
     -1,
     2,
     -2,
-)  # of the Cook-Toom algorithm, which has the first m + 1 of them and infinity
+)
 
 
 def conv2d(
@@ -68,9 +70,8 @@ def conv2d(
             to_images = _image_gradient(images, upstream, kernel, padding)
             if faster:
                 return to_images, _kernel_gradient(images, upstream, kernel.shape, padding)
-            padded = tf.pad(
-                images, padding
-            )  # oneDNN has no EXPLICIT form: 60 times as long in bfloat16
+            # oneDNN has no EXPLICIT form: 60 times as long in bfloat16
+            padded = tf.pad(images, padding)
             return to_images, tf.raw_ops.Conv2DBackpropFilter(
                 input=padded,
                 filter_sizes=kernel.shape,
@@ -180,9 +181,8 @@ def _kernel_gradient(
     # rows are the first axis: a shift by a row is a slice without a copy
     rows = tf.pad(tf.transpose(images, [1, 0, 2, 3]), [above_and_below, (0, 0), beside, (0, 0)])
     rows = tf.concat([rows[:, :, column : column + width] for column in range(wide)], -1)
-    outputs = tf.reshape(
-        tf.transpose(upstream, [1, 0, 2, 3]), [-1, filters]
-    )  # a tenth faster as the first factor
+    # a tenth faster as the first factor
+    outputs = tf.reshape(tf.transpose(upstream, [1, 0, 2, 3]), [-1, filters])
     products = [
         tf.matmul(
             outputs, tf.reshape(rows[row : row + height], [-1, wide * channels]), transpose_a=True
@@ -222,9 +222,8 @@ def winograd_conv2d(images: tf.Tensor, kernel: tf.Tensor, height: int, width: in
         tf.constant(matrix, images.dtype) for matrix in winograd_transforms(tile)
     )
     values, (channels, filters) = (tile + 2) ** 2, kernel.shape[2:]
-    image_tiles = _overlapping_tiles(*images.shape[1:], rows, columns, tile)(
-        images
-    )  # [values, B rows columns C]
+    # [values, B rows columns C]
+    image_tiles = _overlapping_tiles(*images.shape[1:], rows, columns, tile)(images)
     image_values = tf.reshape(tf.matmul(from_image, image_tiles), [values, -1, channels])
     kernel_values = tf.reshape(
         tf.matmul(from_kernel, tf.reshape(kernel, [9, -1])), [values, channels, filters]

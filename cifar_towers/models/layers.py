@@ -68,9 +68,8 @@ class BatchNorm(keras.layers.Layer):
         all-reduces of at most two vectors of C numbers, two forward and one backward.
     """
 
-    epsilon = (
-        1.001e-5  # added to the variance; the smallest that TensorFlow's fused operation takes
-    )
+    # added to the variance; the smallest that TensorFlow's fused operation takes
+    epsilon = 1.001e-5
 
     def __init__(
         self, momentum: float = 0.9, scale: bool = True, synchronized: bool = False, **kwargs: Any
@@ -211,12 +210,13 @@ class LocalResponseNorm(keras.layers.Layer):
     channels x channels matrix, in any float type, on any device, at the speed of a 1x1 convolution.
     """
 
+    # the tutorial's; `call` computes this beta only
     radius, bias, alpha, beta = (
         4,
         1.0,
         0.001 / 9,
         0.75,
-    )  # the tutorial's; `call` computes this beta only
+    )
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         channels = np.arange(inputs.shape[-1])

@@ -12,9 +12,8 @@ import numpy as np
 
 from cifar_towers.models.layers import Activation, BatchNorm, Conv2D, logits_dtype
 
-WHITENING_FILTERS = (
-    24  # 2x2 patches of 3 channels have 12 principal directions, each with both signs
-)
+# 2x2 patches of 3 channels have 12 principal directions, each with both signs
+WHITENING_FILTERS = 24
 
 
 def speednet(

@@ -26,14 +26,12 @@ from cifar_towers.multi_worker.cluster_spec import ALONE, Workers
 
 JOIN_TIMEOUT_SECONDS = 60  # for the last worker to come
 HEARTBEAT_TIMEOUT_SECONDS = 10  # a worker that is silent for so long is lost
-EXIT_GRACE_SECONDS = (
-    1.0  # for an error to reach the other workers before this one closes its connections
-)
+# for an error to reach the other workers before this one closes its connections
+EXIT_GRACE_SECONDS = 1.0
 JOB = "worker"
 TASK = re.compile(rf"/job:{JOB}/(?:replica:0/)?task:(\d+)")
-ABSENT = re.compile(
-    r"timed out task names:\n((?:/job:\S+\n)+)"
-)  # the error of a worker that others did not join
+# the error of a worker that others did not join
+ABSENT = re.compile(r"timed out task names:\n((?:/job:\S+\n)+)")
 # in errors of workers that no longer reach worker 0, where it runs
 SERVICE = "/tensorflow.CoordinationService/"
 END = re.compile(r"exit code (\d+): ([^\n]*)")
@@ -98,9 +96,8 @@ def _explain(cluster: Workers, error: BaseException) -> RunError | None:
             f"{names} did not join; start it with the same addresses and its index in TF_CONFIG"
         )
     task = TASK.search(text)
-    unreachable = (
-        "failed to connect" in text
-    )  # then the text may be about this worker, as others see it
+    # then the text may be about this worker, as others see it
+    unreachable = "failed to connect" in text
     index = int(task[1]) if task else 0 if SERVICE in text else cluster.size
     if index >= cluster.size or (index == cluster.index and not unreachable):
         return None
@@ -164,9 +161,8 @@ def _configure_service(num_workers: int) -> None:
         heartbeat_timeout_in_ms=1000 * HEARTBEAT_TIMEOUT_SECONDS,
         coordinated_jobs=[coordination_config_pb2.CoordinatedJob(name=JOB, num_tasks=num_workers)],
     )
-    context.context().coordination_service.cluster_register_with_barrier = (
-        True  # its error names who is missing
-    )
+    # its error names who is missing
+    context.context().coordination_service.cluster_register_with_barrier = True
 
 
 def _report_error(message: str) -> None:

@@ -17,18 +17,17 @@ from typing import Any
 from cifar_towers.errors import DataError, DivergedError, UsageError, interrupt_exit_code
 from cifar_towers.signals import StopSignals
 
+# a restart would not help
 FINAL = (
     0,
     UsageError.exit_code,
     DataError.exit_code,
     DivergedError.exit_code,
-)  # a restart would not help
-EXIT_TIMEOUT_SECONDS = (
-    15.0  # for the other workers to exit once one has failed; then they are killed
 )
-Started = tuple[
-    subprocess.Popen, threading.Thread | None
-]  # a process, and the thread that prints its output
+# for the other workers to exit once one has failed; then they are killed
+EXIT_TIMEOUT_SECONDS = 15.0
+# a process, and the thread that prints its output
+Started = tuple[subprocess.Popen, threading.Thread | None]
 
 
 def launch(

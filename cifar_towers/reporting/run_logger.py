@@ -62,11 +62,12 @@ RECORDED = {  # key of a training record in metrics.jsonl -> tag of the same val
     "images_per_sec": "speed/images_per_sec",
     "input_wait": "speed/input_wait",
 }
+# keys of an evaluation's record, and beginnings of their tags
 EVALUATED = (
     "accuracy",
     "loss",
     "ece",
-)  # keys of an evaluation's record, and beginnings of their tags
+)
 
 
 class RunLogger:
@@ -129,9 +130,8 @@ class RunLogger:
         kept = step or -1  # a start that was aborted at step 0 may have had other settings
         self.metrics.keep(lambda record: record["step"] <= kept)
         with files.BestEffortWrites(self.directory / files.RESULT):
-            (self.directory / files.RESULT).unlink(
-                missing_ok=True
-            )  # of a run that ended earlier, and is continued
+            # of a run that ended earlier, and is continued
+            (self.directory / files.RESULT).unlink(missing_ok=True)
         self._unwritten = {
             files.CONFIG: dataclasses.asdict(self.config),
             files.ENVIRONMENT: describe_run(self.setup),
@@ -462,9 +462,8 @@ def next_commands(config: TrainConfig) -> list[str]:
         f"--train_dir={config.directory}",
         *([f"--model={config.model}"] if config.user_model else []),
     ]
-    data = (
-        [f"--dataset={config.dataset}"] if split_path(config.dataset)[0] else []
-    )  # where it is now
+    # where it is now
+    data = [f"--dataset={config.dataset}"] if split_path(config.dataset)[0] else []
     if config.data_dir and config.dataset != "synthetic":  # which is read from no directory
         data += [f"--data_dir={config.data_dir}"]
     commands = (

@@ -59,15 +59,13 @@ class TensorBoardWriter:
         with self._best_effort:
             writer = self._writer(name)
             with writer.as_default(step):
-                if (
-                    scalars
-                ):  # as one event: ten calls of `tf.summary.scalar` take as long as a step on a GPU
+                # as one event: ten calls of `tf.summary.scalar` take as long as a step on a GPU
+                if scalars:
                     summaries = [
                         scalar_pb(tag, value).SerializeToString() for tag, value in scalars.items()
                     ]
-                    tf.summary.experimental.write_raw_pb(
-                        b"".join(summaries)
-                    )  # joined, they are one `Summary`
+                    # joined, they are one `Summary`
+                    tf.summary.experimental.write_raw_pb(b"".join(summaries))
                 for tag, picture in (images or {}).items():
                     tf.summary.image(tag, tf.io.decode_png(picture, channels=3)[None])
                 for tag, values in (histograms or {}).items():

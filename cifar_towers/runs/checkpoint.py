@@ -18,9 +18,8 @@ from cifar_towers import files
 from cifar_towers.errors import DataError, UsageError, error_text
 
 METADATA = "metadata"  # name of the entry with the metadata
-DAMAGED = (
-    ".damaged"  # added to the name of a damaged checkpoint, so that nobody takes it for a good one
-)
+# added to the name of a damaged checkpoint, so that nobody takes it for a good one
+DAMAGED = ".damaged"
 NAME = re.compile(r"step-\d+\.npz")
 
 
@@ -61,9 +60,8 @@ def read_checkpoint(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """
     content = path.read_bytes()
     try:
-        with zipfile.ZipFile(
-            io.BytesIO(content)
-        ) as archive:  # np.load checks a CRC only if it reads to its end
+        # np.load checks a CRC only if it reads to its end
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
             arrays = {name.removesuffix(".npy"): archive.read(name) for name in archive.namelist()}
         values = {name: np.load(io.BytesIO(array)) for name, array in arrays.items()}
         metadata = json.loads(str(values.pop(METADATA)))

@@ -34,9 +34,8 @@ ADVICE = "give --overwrite with a smaller --learning_rate"  # for a run that div
 CODE_OF = "code of "  # how the facts about code of the user's are called
 MAX_TIME_FRACTION = 0.01  # of the run's time that saving may take there
 
-Saved = tuple[
-    dict[str, np.ndarray], dict[str, Any]
-]  # a checkpoint's variables by name, and its metadata
+# a checkpoint's variables by name, and its metadata
+Saved = tuple[dict[str, np.ndarray], dict[str, Any]]
 
 
 class RunDirectory:

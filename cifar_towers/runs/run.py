@@ -53,9 +53,8 @@ class Run:
         self.directory = Path(directory).absolute()
         self.name = name or self.directory.name
         self._records: list[dict[str, Any]] = []
-        self._stamp: tuple[int, int] | None = (
-            None  # time and size of the file when `_records` were read
-        )
+        # time and size of the file when `_records` were read
+        self._stamp: tuple[int, int] | None = None
 
     def __repr__(self) -> str:
         return f"Run({str(self.directory)!r})"

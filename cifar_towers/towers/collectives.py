@@ -16,9 +16,8 @@ import tensorflow as tf
 from cifar_towers.towers.devices import Tower
 from cifar_towers.towers.gradients import average_tensors
 
-_thread = (
-    threading.local()
-)  # .rounds and .index of the tower that this thread traces; .unsynchronized
+# .rounds and .index of the tower that this thread traces; .unsynchronized
+_thread = threading.local()
 
 
 def run_on_towers_synchronized(
@@ -121,9 +120,8 @@ class _Rounds:
 
     def __init__(self, num_towers: int):
         self.num_towers = num_towers
-        self.error: BaseException | None = (
-            None  # the first error of any tower; ends the tracing of all
-        )
+        # the first error of any tower; ends the tracing of all
+        self.error: BaseException | None = None
         self._tracing = list(range(num_towers))
         self._turns = [threading.Semaphore(int(index == 0)) for index in range(num_towers)]
         self._values: list[Any] = [None] * num_towers

@@ -119,9 +119,8 @@ def _divide_gpus(gpus: Sequence[tf.config.PhysicalDevice], num_towers: int) -> N
     """Make each GPU one logical device per tower on it, and hide the GPUs without a tower."""
     used = gpus[:num_towers]
     tf.config.set_visible_devices(used, "GPU")
-    gpu_of_tower = [
-        tower * len(used) // num_towers for tower in range(num_towers)
-    ]  # neighbors share
+    # neighbors share
+    gpu_of_tower = [tower * len(used) // num_towers for tower in range(num_towers)]
     for index, gpu in enumerate(used):
         if num_towers > len(used):
             shares = gpu_of_tower.count(index)

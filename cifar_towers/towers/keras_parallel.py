@@ -21,11 +21,12 @@ from cifar_towers.towers.make_parallel import (
 
 # Distance between the seeds of neighboring towers. Keras draws its default seeds below it.
 TOWER_SEED_STRIDE = 1_000_000_007
+# methods of saving, and one of former versions
 NOT_OF_FIT = (
     "loss",
     "get_compile_config",
     "compile_from_config",
-)  # methods of saving, and one of former versions
+)
 # what a parallel model takes from the original: files, and which variables are trained
 OF_ORIGINAL = (
     *(
@@ -188,17 +189,15 @@ def _extras(output: tf.Tensor) -> dict[str, tf.Tensor]:
     names = [
         name for name in ("_keras_logits", "_keras_mask") if getattr(output, name, None) is not None
     ]
-    op = getattr(
-        output, "op", None
-    )  # in graphs, Keras also takes the input of TensorFlow's own operation
+    # in graphs, Keras also takes the input of TensorFlow's own operation
+    op = getattr(output, "op", None)
     activation = (
         {op.type: op.inputs[0]}
         if op and op.type in ACTIVATIONS and "_keras_logits" not in names
         else {}
     )
-    return activation | {
-        name: getattr(output, name) for name in names
-    }  # a new tensor, then its attributes
+    # a new tensor, then its attributes
+    return activation | {name: getattr(output, name) for name in names}
 
 
 # ---- What is asked of a Keras model, here and in the folders above

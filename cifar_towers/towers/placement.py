@@ -38,9 +38,8 @@ def variable_placement(
     return _placement(PLACEMENTS[policy](devices))
 
 
-Chooser: TypeAlias = Callable[
-    [Counter[str]], str
-]  # bytes of variables on each device so far -> device of the next one
+# bytes of variables on each device so far -> device of the next one
+Chooser: TypeAlias = Callable[[Counter[str]], str]
 
 
 def _on_host(devices: Sequence[str]) -> Chooser:

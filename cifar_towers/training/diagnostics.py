@@ -124,9 +124,8 @@ def activation_layers(model: keras.Model) -> list[keras.layers.Layer]:
         )
 
     measured = [layer for layer in model.layers[:-1] if nonlinear(layer)] + model.layers[-1:]
-    return [
-        layer for layer in measured if not isinstance(layer, keras.Model)
-    ]  # a nested model has a graph of its own
+    # a nested model has a graph of its own
+    return [layer for layer in measured if not isinstance(layer, keras.Model)]
 
 
 def tower_agreement(gradients: StepGradients) -> tuple[np.ndarray, np.ndarray]:

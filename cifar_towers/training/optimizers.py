@@ -320,10 +320,11 @@ def make_slot(variable: tf.Variable, name: str, value: tf.Tensor | None = None) 
       value: the initial value; default: zeros.
     """
     value = tf.zeros(variable.shape, variable.dtype) if value is None else value
+    # the variable's name includes its scopes already
     with (
         tf.name_scope(""),
         pin_to_device(variable.device),
-    ):  # the variable's name includes its scopes already
+    ):
         return tf.Variable(value, trainable=False, name=f"{variable_name(variable)}/{name}")
 
 

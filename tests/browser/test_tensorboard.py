@@ -43,12 +43,13 @@ ARROWS = (
     "tower_1--average_gradients",
 )
 LAYERS = ("group1_conv1", "group3_conv2")  # inside a tower
+# of HPARAMS: settings and a score
 COLUMNS = (
     "model",
     "batch_size",
     "learning_rate",
     "accuracy/test/ema_tta",
-)  # of HPARAMS: settings and a score
+)
 
 
 def test_time_series(show, expect):
@@ -65,9 +66,8 @@ def test_scalars(show, expect):
     page = show("scalars", SCALARS)
     for tag, points in SCALARS.items():
         lines = _card(page, "tf-scalar-card", tag).locator(".line-plot:not(.ghost) path.line")
-        _expect_paths(
-            expect, lines, 1, max(1, 3 * points // 4)
-        )  # what lies outside the chart is cropped
+        # what lies outside the chart is cropped
+        _expect_paths(expect, lines, 1, max(1, 3 * points // 4))
 
 
 def test_images(show, expect, run):

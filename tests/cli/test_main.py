@@ -178,6 +178,5 @@ def test_workers_train_the_default_recipe(monkeypatch):
         main.launcher, "launch", lambda command, *others: commands.append(command) or 0
     )
     assert call(monkeypatch, "launch", "--num_workers=2") == 0
-    assert commands == [
-        [sys.executable, "-m", "cifar_towers", "train"]
-    ]  # the program then chooses the recipe
+    # the program then chooses the recipe
+    assert commands == [[sys.executable, "-m", "cifar_towers", "train"]]

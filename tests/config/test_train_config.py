@@ -187,9 +187,8 @@ def test_recipe_is_speed94_unless_a_recipe_or_a_model_is_given():
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_recipe_parses_and_states_its_command_and_claim(path):
     config = parse(f"--recipe={path.stem}")
-    assert dataclasses.replace(config, recipe="") == parse(
-        f"--flagfile={path}"
-    )  # read as a flagfile is
+    # read as a flagfile is
+    assert dataclasses.replace(config, recipe="") == parse(f"--flagfile={path}")
     assert config.name == path.stem
     header = re.match(r"(#.*\n)+", path.read_text()).group()
     assert f"--recipe={path.stem}" in header

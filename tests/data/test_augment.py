@@ -47,9 +47,8 @@ def test_shift_and_crop_are_a_window_of_the_padded_image_or_its_mirror_image(
         tf.constant(images), tf.constant(position), tf.constant(mirrored), size, pad, fill
     )
     padded = np.pad(images, [(0, 0), (pad, pad), (pad, pad), (0, 0)], mode)
-    for i, (y, x) in enumerate(
-        (position * (32 + 2 * pad - size + 1)).astype(int)
-    ):  # each place is equally likely
+    # each place is equally likely
+    for i, (y, x) in enumerate((position * (32 + 2 * pad - size + 1)).astype(int)):
         window = padded[i, y : y + size, x : x + size]
         np.testing.assert_array_equal(windows[i], window[:, ::-1] if mirrored[i] else window)
 
@@ -123,10 +122,11 @@ def test_augmentation_does_not_depend_on_the_shard(images):
     }
     drawn = draws(6, **given, brightness=random.random(6), contrast=random.random(6))
     drawn_for_part = tf.nest.map_structure(lambda d: d[2:5], drawn)
+    # some processors round matrix products differently
     for image_size, rounding in (
         (32, 0),
         (24, 1e-6),
-    ):  # some processors round matrix products differently
+    ):
         full = everything.augment(tf.constant(images), drawn, image_size).numpy()
         part = everything.augment(tf.constant(images[2:5]), drawn_for_part, image_size)
         np.testing.assert_allclose(part, full[2:5], rtol=0, atol=rounding)

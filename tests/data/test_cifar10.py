@@ -17,10 +17,11 @@ from cifar_towers.data import cifar10, sources, synthetic, tfds_source
 from cifar_towers.errors import DataError
 
 COUNT = 20  # images of a file
+# in the files' order
 PUBLISHED = {
     "train": synthetic.make(5 * COUNT, 0, 0),
     "test": synthetic.make(COUNT, 0, 1),
-}  # in the files' order
+}
 
 
 def in_tfds_order(name):
@@ -219,9 +220,8 @@ def test_unwritable_cache_is_ignored_and_a_full_disk_leaves_no_partial_file(
         patch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
         assert are_verified(cifar10.load()) and not [*cifar10._cached_file("test").parent.iterdir()]
     (tmp_path / "file").touch()
-    monkeypatch.setenv(
-        "XDG_CACHE_HOME", str(tmp_path / "file")
-    )  # not a directory, so that root cannot write either
+    # not a directory, so that root cannot write either
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert are_verified(cifar10.load()) and decoded == ["train", "test"] * 2
 
 

@@ -23,12 +23,13 @@ ARRAYS = {
     "x_test": TEST.images,
     "y_test": TEST.labels,
 }
+# of the tables: pictures of the levels 10, 20, 30 and 40
 FILES = [
     "a/1.png",
     "a/2.jpg",
     "3.png",
     "b/4.gif",
-]  # of the tables: pictures of the levels 10, 20, 30 and 40
+]
 DIVIDED = {  # the digests of train and test where a fifth of `TRAIN` becomes the test split
     write_folder: ("1e1213e949f5f315", "f2b08e552352c5c3"),
     write_table: ("1e1213e949f5f315", "f2b08e552352c5c3"),

@@ -48,6 +48,7 @@ signal.signal(signal.SIGUSR1, lambda number, _: [task.send_signal(number) for ta
 sys.exit(max(task.wait() % 256 for task in tasks))
 """
 SCONTROL = '#!/bin/sh\necho "$@" >> "$SLURM_SUBMIT_DIR/scontrol"\n'
+# the command that follows
 ISOLATED = (
     "unshare",
     "--net",
@@ -55,7 +56,7 @@ ISOLATED = (
     "-c",
     'ip link set lo up && exec "$@"',
     "sh",
-)  # the command that follows
+)
 
 
 def signal_worker(number: signal.Signals, victims: Sequence[int], trial: Trial) -> str:

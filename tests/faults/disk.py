@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+# that an operation that was not synced has reached the disk
 REACH_PROBABILITIES = (
     0.0,
     0.1,
     0.5,
     0.9,
     1.0,
-)  # that an operation that was not synced has reached the disk
+)
 State = dict[str, bytes | None]  # path -> content of a file, None for a directory
 
 
@@ -30,9 +31,8 @@ class _Operation(NamedTuple):
 
     kind: str
     number: int
-    needs: set[
-        int
-    ]  # numbers of files and directories of which one must be synced afterwards for it to last
+    # numbers of files and directories of which one must be synced afterwards for it to last
+    needs: set[int]
     path: str = ""
     offset: int = 0  # of a write, or the size of a truncated file
     data: bytes | None = b""  # None makes a directory

@@ -38,9 +38,8 @@ class Trial:
     rng: random.Random  # of everything random
     scratch: Path  # an empty directory
     details: str = ""  # the fault, so that it can be repeated by hand
-    response: float | None = (
-        None  # seconds from a fault to the end of the processes that it should end
-    )
+    # seconds from a fault to the end of the processes that it should end
+    response: float | None = None
 
 
 class Failed(Exception):
@@ -159,9 +158,8 @@ class Child:
 
     def _call(self) -> None:
         os.setpgid(0, 0)
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # a trace of the trial itself is of no interest
+        # a trace of the trial itself is of no interest
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         _redirect_output(self._output)
         self._function()
 

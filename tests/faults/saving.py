@@ -25,9 +25,8 @@ def kill(trial: Trial) -> str:
     call = _calls_of_save(trial.subject)[trial.index]
     trial.details = f"killed at {call.name} {call.path}"
     inject = f"inject={call.name}:signal=KILL:when={call.number}"
-    for attempt in range(
-        ATTEMPTS
-    ):  # a call elsewhere in between, as to wake up a thread, may shift the count by one
+    # a call elsewhere in between, as to wake up a thread, may shift the count by one
+    for attempt in range(ATTEMPTS):
         root = trial.scratch / str(attempt) / "run"
         _, calls = _save(trial.subject, root, "-e", inject)
         if calls[-1][:2] == call[:2]:  # its temporary file has another name

@@ -26,9 +26,8 @@ ALL = (OURS, MANAGER, BACKUP)
 MAX_TO_KEEP = 3
 SHAPES = {"kernel": (60, 40), "bias": (40,), "head": (40, 10)}
 RUN_STEPS, SAVE_EVERY_STEPS, BATCH_SIZE = 30, 3, 20  # as in `runs`
-Saver = tuple[
-    Callable[[int], object], Callable[[], int]
-]  # save a step; restore, which returns the step of the state
+# save a step; restore, which returns the step of the state
+Saver = tuple[Callable[[int], object], Callable[[], int]]
 
 
 def manager_saver(directory: Path, model: keras.Model) -> Saver:

@@ -22,9 +22,8 @@ DISK_CALLS = {
     **dict.fromkeys(("unlink", "unlinkat", "rmdir"), "remove"),
     "mkdirat": "mkdir",
 }
-_PATH = re.compile(
-    r'(?:\w+<([^>]*)>, )?"([^"]*)"|\w+<([^>]*)>'
-)  # a name, often after its directory; or a descriptor
+# a name, often after its directory; or a descriptor
+_PATH = re.compile(r'(?:\w+<([^>]*)>, )?"([^"]*)"|\w+<([^>]*)>')
 
 
 class Call(NamedTuple):
@@ -77,9 +76,8 @@ def replay(trace: Path, root: Path, marker: str) -> tuple[Disk, list[Call]]:
             continue
         name, arguments, result = match.groups(default="?")  # `?` if it never returned
         numbers[name] += 1
-        paths = _paths(
-            arguments.partition(",")[0] if "write" in name else arguments
-        )  # what is written is no path
+        # what is written is no path
+        paths = _paths(arguments.partition(",")[0] if "write" in name else arguments)
         inside = [os.path.relpath(path, root) for path in paths if Path(path).is_relative_to(root)]
         if not inside or (result.startswith("-1 ") and inside != [marker]):
             continue

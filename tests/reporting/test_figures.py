@@ -20,9 +20,8 @@ LONG = (
     "stand on, and no page is"
 )
 EPOCHS = np.arange(1, 21)
-GAPS = np.outer(
-    np.arange(10) != 2, np.arange(10) != 7
-)  # one class has no examples, and one is never predicted
+# one class has no examples, and one is never predicted
+GAPS = np.outer(np.arange(10) != 2, np.arange(10) != 7)
 
 
 def counts(classes, accuracy=0.94):
@@ -97,9 +96,8 @@ def test_pictures_have_a_margin_and_no_text_lies_upon_another(drawn, name):
     texts[0].figure.draw_without_rendering()  # legends lie where they were drawn last
     boxes = [text.get_window_extent() for text in texts if text.get_rotation() != 45]
     starts, ends = (np.array([getattr(box, name) for box in boxes]) for name in ("min", "max"))
-    common = (np.minimum(ends[:, None], ends) - np.maximum(starts[:, None], starts)).min(
-        2
-    )  # of every two
+    # of every two
+    common = (np.minimum(ends[:, None], ends) - np.maximum(starts[:, None], starts)).min(2)
     assert np.triu(common, 1).max() <= 1.5  # pixels
 
 

@@ -34,9 +34,8 @@ QUICK = recipe(
 )
 STEPS = 20
 RATES = {"learning_rate": 0.1, "bias_learning_rate": 0.0, "whitening_learning_rate": 0.0}
-TINY = replace(
-    QUICK, model=TINY_NET, image_size_schedule="", num_gpus=1, **RATES
-)  # where the model does not matter
+# where the model does not matter
+TINY = replace(QUICK, model=TINY_NET, image_size_schedule="", num_gpus=1, **RATES)
 
 
 @contextlib.contextmanager

@@ -239,9 +239,8 @@ def test_overwrite_removes_what_a_run_wrote_and_nothing_else(config):
         (config.directory / name).parent.mkdir(parents=True, exist_ok=True)
         (config.directory / name).write_text("")
     with open_run(dataclasses.replace(config, overwrite=True)) as run:
-        assert (
-            config.directory / "step-10.npz"
-        ).exists()  # nothing is removed before the run can begin
+        # nothing is removed before the run can begin
+        assert (config.directory / "step-10.npz").exists()
         run.clear()
         left = {
             str(path.relative_to(config.directory))

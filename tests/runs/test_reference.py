@@ -73,9 +73,8 @@ def test_a_tracker_gets_every_record(tiny_run, monkeypatch, library, log):
     assert [(list(metrics.values()), step) for metrics, step in of_scores] == [
         ([record["accuracy"], record["loss"], record["ece"]], record["step"]) for record in scores
     ]
-    assert (
-        len({name for metrics, _ in of_scores for name in metrics}) == 9
-    )  # three of raw weights, and of averages without and with TTA
+    # three of raw weights, and of averages without and with TTA
+    assert len({name for metrics, _ in of_scores for name in metrics}) == 9
     assert tracker.mock_calls[-1][0] in ("init().finish", "end_run")
 
 

@@ -48,9 +48,8 @@ def by_signal(directory):
 def by_kill(directory, checkpoint_every_steps=8):
     with pytest.raises(SimulatedKill):
         run(TWO_TOWERS, directory, KillAtStep(13), checkpoint_every_steps=checkpoint_every_steps)
-    assert (
-        list(tensors_of(events_of(directory / "train"), "loss"))[-1] > 8
-    )  # records after the checkpoint
+    # records after the checkpoint
+    assert list(tensors_of(events_of(directory / "train"), "loss"))[-1] > 8
     return 8
 
 
@@ -110,12 +109,13 @@ def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(
     )
     assert list(tensors_of(events_of(tmp_path / "train"), "loss")) == list(range(1, 21))
     of_towers = tensors_of(events_of(tmp_path / "train"), "tower_1/loss")
+    # 7: the last step of the first part
     assert [step for step in of_towers if step != 7] == [
         5,
         10,
         15,
         20,
-    ]  # 7: the last step of the first part
+    ]
 
 
 @pytest.mark.parametrize(
@@ -227,10 +227,11 @@ def test_a_resumed_run_uses_and_names_what_has_changed(tmp_path, capsys, monkeyp
         (record["loss"] > 50, record["images_per_sec"])
         for record in records_of(tmp_path / "run", "train")
     ]
+    # a rate is unknown, as each was the first step of a start
     assert rows == [
         (False, None),
         (True, None),
-    ]  # a rate is unknown, as each was the first step of a start
+    ]
     events = events_of(tmp_path / "run/train")  # the user's function is called `loss`
     tags = events.Tags()["tensors"]
     assert "losses/loss" in tags and "losses/cross_entropy" not in tags

@@ -126,9 +126,8 @@ def test_no_towers_are_refused(num_towers):
 X = numbers(10, 8)  # batches of 4, 4 and 2
 Y = np.sin(X).sum(1, keepdims=True)
 LABELS = np.arange(10) % 3
-WORDS = np.minimum(np.arange(40).reshape(10, 4) % 7, 4) * (
-    np.arange(4) <= LABELS[:, None]
-)  # 0 at the end: masked
+# 0 at the end: masked
+WORDS = np.minimum(np.arange(40).reshape(10, 4) % 7, 4) * (np.arange(4) <= LABELS[:, None])
 HEADS = {  # name: activation and loss
     "softmax_of_labels": ("softmax", "sparse_categorical_crossentropy"),
     "sigmoid": ("sigmoid", "binary_crossentropy"),
@@ -317,9 +316,8 @@ def test_files_are_those_of_the_original_which_trains_further(towers, tmp_path, 
 
 
 def test_moving_statistics_are_the_mean_over_the_towers(towers):
-    x = numbers(
-        8, 2
-    )  # a batch of 7 as 3 + 2 + 2, then one of 1, which two towers have no example of
+    # a batch of 7 as 3 + 2 + 2, then one of 1, which two towers have no example of
+    x = numbers(8, 2)
     norm = L.BatchNormalization(momentum=0.9)
     parallel = make_parallel_model(keras.Sequential([keras.Input((2,)), norm]), towers(3))
     parallel.compile("sgd", "mse")

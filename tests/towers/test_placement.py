@@ -48,9 +48,8 @@ def test_least_loaded_counts_bytes(towers):
         layer.build((None, 30))  # 600 on 2, 20 on 1, which makes 100
         with pin_to_device(small.device):
             slot = tf.Variable(tf.zeros([60]))  # 240 on the same device, which makes 340
-        late = [
-            tf.Variable(tf.zeros([n])) for n in (10, 20, 1)
-        ]  # 1 holds 380; 1 holds 460; then 0 has least
+        # 1 holds 380; 1 holds 460; then 0 has least
+        late = [tf.Variable(tf.zeros([n])) for n in (10, 20, 1)]
     assert device_indices([big, small, *(v.value for v in layer.variables), slot, *late]) == [
         0,
         1,

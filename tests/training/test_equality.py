@@ -168,9 +168,8 @@ def test_every_placement_and_strategy_equals_one_device(towers, batches, witness
             count,
             parts,
         )
-        assert (
-            count * parts == 1 or largest_difference(witness(1), by_mean) > BOUND
-        )  # this net can tell the two apart
+        # this net can tell the two apart
+        assert count * parts == 1 or largest_difference(witness(1), by_mean) > BOUND
         if parts == 1:
             by_all = combined(strategy, how, towers(count), batches, synchronized=True)
             assert largest_difference(witness(1), by_all) < BOUND, (strategy, how, count)

@@ -65,9 +65,8 @@ def test_a_step_ran_where_the_policy_says(towers, examples, policy):
     assigned = {
         device for device, nodes in devices.items() if any(node.op in ASSIGNMENTS for node in nodes)
     }
-    assert assigned - updated - statistics <= {
-        HOST
-    }  # the step counter and moving averages of the losses
+    # the step counter and moving averages of the losses
+    assert assigned - updated - statistics <= {HOST}
     assert updated == {HOST} if policy == "cpu" else len(updated) > 1
 
 

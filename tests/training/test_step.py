@@ -199,19 +199,19 @@ def test_operations_are_on_their_tower_or_beside_their_variable(towers, examples
             for output in op.outputs
         )
     ]
-    assert sum(op.type == "MatMul" for op in large) >= 3 * 3 * len(
-        kernels
-    )  # three in each Newton-Schulz step
+    # three in each Newton-Schulz step
+    assert sum(op.type == "MatMul" for op in large) >= 3 * 3 * len(kernels)
     used = {op.device[-5:] for op in large} - {""}
     assert (
         used == {"CPU:0"}
         if policy == "cpu"
         else used == {tower.device[-5:] for tower in on_devices}
     )
+    # which is where the variable is
     assert {op.type for op in large if not op.device} <= {
         "Const",
         "ReadVariableOp",
-    }  # which is where the variable is
+    }
 
 
 @pytest.mark.parametrize("strategy", ["towers", pytest.param("mirrored", marks=pytest.mark.slow)])
@@ -241,9 +241,8 @@ def test_frozen_groups_get_no_gradient_and_change_nothing_else(towers, examples,
         )
         assert bool(run.step(2, rates=rates).updated)
         weights.append([weight.numpy() for weight in run.state.weights])
-        np.testing.assert_array_equal(
-            run.state.model.get_layer("whitening").kernel, filters
-        )  # frozen all along
+        # frozen all along
+        np.testing.assert_array_equal(run.state.model.get_layer("whitening").kernel, filters)
     assert backward[0] > backward[1]
     for moved, rested in zip(*weights, strict=True):
         np.testing.assert_array_equal(moved, rested)
