@@ -38,12 +38,9 @@ class Augmentation(NamedTuple):
             images, draws.window, draws.flip, window_size, settings.shift, settings.shift_fill
         )
         if settings.brightness or settings.contrast:
-            by_image = settings.standardize == "image"
-            center = (
-                tf.reduce_mean(images, [1, 2], keepdims=True)
-                if by_image
-                else tf.constant(self.mean)
-            )
+            center = tf.constant(self.mean)
+            if settings.standardize == "image":
+                center = tf.reduce_mean(images, [1, 2], keepdims=True)
             brightness = settings.brightness * draws.brightness
             contrast = 1 + settings.contrast * draws.contrast
             images = adjust_color(images, brightness, contrast, center)
@@ -117,9 +114,9 @@ def adjust_color(
     """Add `brightness` ([B], in levels), then scale by `contrast` ([B]) about the color
     `center`.
     """
-    return (images + brightness[:, None, None, None] - center) * contrast[
-        :, None, None, None
-    ] + center
+    brightness = brightness[:, None, None, None]
+    contrast = contrast[:, None, None, None]
+    return (images + brightness - center) * contrast + center
 
 
 def cutout(images: tf.Tensor, position: tf.Tensor, size: int) -> tf.Tensor:
@@ -131,9 +128,9 @@ def cutout(images: tf.Tensor, position: tf.Tensor, size: int) -> tf.Tensor:
     corner = tf.cast(position * [height - size + 1, width - size + 1], tf.int64)
     rows = tf.range(height, dtype=tf.int64) - corner[:, :1]
     columns = tf.range(width, dtype=tf.int64) - corner[:, 1:]
-    inside = ((rows >= 0) & (rows < size))[:, :, None] & ((columns >= 0) & (columns < size))[
-        :, None, :
-    ]
+    inside_rows = (rows >= 0) & (rows < size)
+    inside_columns = (columns >= 0) & (columns < size)
+    inside = inside_rows[:, :, None] & inside_columns[:, None, :]
     return tf.where(inside[..., None], tf.zeros_like(images), images)
 
 

@@ -66,14 +66,20 @@ class Batches:
         own_augmentation: bool = False,
         device: str = "",
     ):
-        if batch_size > (count := len(split.labels)):
+        count = len(split.labels)
+        if batch_size > count:
             raise UsageError(f"a batch of {batch_size} is more than the {count} training examples")
-        self.batch_size, self.seed, self.flip, self._device = batch_size, seed, flip, device
+        self.batch_size = batch_size
         self.steps_per_epoch = count // batch_size
-        self._num_examples, (self._first_row, self._num_rows) = count, rows or (0, batch_size)
+        self.seed = seed
+        self.flip = flip
+        self._num_examples = count
+        self._first_row, self._num_rows = rows or (0, batch_size)
         self._own_draws = NUM_OWN_DRAWS if own_augmentation else 0
+        self._device = device
         with tf.device(HOST):
-            self._images, self._labels = tf.constant(split.images), tf.constant(split.labels)
+            self._images = tf.constant(split.images)
+            self._labels = tf.constant(split.labels)
 
     def stream(self, first_step: int, last_step: int) -> tf.data.Dataset:
         """Return the batches of steps first_step .. last_step - 1, prepared while earlier steps
@@ -86,16 +92,15 @@ class Batches:
             # analyzing it for conversion takes long
             at = tf.autograph.experimental.do_not_convert(self.at)
             batches = steps.map(at).prefetch(NUM_PREFETCHED).with_options(options)
-        return (
-            batches.apply(tf.data.experimental.prefetch_to_device(self._device))
-            if self._device
-            else batches
-        )
+        if not self._device:
+            return batches
+        return batches.apply(tf.data.experimental.prefetch_to_device(self._device))
 
     def at(self, step: tf.Tensor | int) -> Batch:
         """Return the batch of one step, counted from 0, made of TensorFlow operations."""
         step = tf.cast(step, tf.int64)
-        epoch, position = step // self.steps_per_epoch, step % self.steps_per_epoch
+        epoch = step // self.steps_per_epoch
+        position = step % self.steps_per_epoch
         order = tf.numpy_function(
             lambda epoch: _permutation(self.seed, int(epoch), self._num_examples),
             [epoch],
@@ -104,47 +109,41 @@ class Batches:
         )
         start = position * self.batch_size + self._first_row
         chosen = tf.ensure_shape(order[start : start + self._num_rows], [self._num_rows])
+
         # Drawn for the whole batch, so that an example's numbers do not depend on the worker. A
         # further column would change every number, so a new augmentation draws its own numbers, by
         # a pair of seeds that no other draw has. Taken are (seed, step) here, (-1 - seed, step) for
         # the user's function, and (seed, -1) for `_flips`.
         seed = tf.cast(self.seed, tf.int64)
-        uniform = self._rows(
-            tf.random.stateless_uniform([self.batch_size, 7], tf.stack([seed, step]))
-        )
+        uniform = self._uniform(7, [seed, step])
+        own_uniform = self._uniform(self._own_draws, [-1 - seed, step])
+        first_index = step * self.batch_size + self._first_row
         draws = RandomDraws(
             flip=self._flips(chosen, epoch, uniform[:, 6]),
             window=uniform[:, 0:2],
             cutout=uniform[:, 2:4],
             brightness=2 * uniform[:, 4] - 1,
             contrast=2 * uniform[:, 5] - 1,
-            own=self._rows(
-                tf.random.stateless_uniform(
-                    [self.batch_size, self._own_draws], tf.stack([-1 - seed, step])
-                )
-            ),
-            example_index=step * self.batch_size
-            + self._first_row
-            + tf.range(self._num_rows, dtype=tf.int64),
+            own=own_uniform,
+            example_index=first_index + tf.range(self._num_rows, dtype=tf.int64),
         )
         return Batch(tf.gather(self._images, chosen), tf.gather(self._labels, chosen), draws)
 
-    def _rows(self, of_batch: tf.Tensor) -> tf.Tensor:
-        """Return the rows of this worker."""
+    def _uniform(self, count: int, seeds: list[tf.Tensor]) -> tf.Tensor:
+        """Return `count` random numbers in [0, 1) for each row of this worker."""
+        of_batch = tf.random.stateless_uniform([self.batch_size, count], tf.stack(seeds))
         return of_batch[self._first_row : self._first_row + self._num_rows]
 
     def _flips(self, chosen: tf.Tensor, epoch: tf.Tensor, uniform: tf.Tensor) -> tf.Tensor:
+        """Return which of the chosen examples are mirrored, by numbers in [0, 1)."""
         if self.flip == "none":
             return tf.zeros([self._num_rows], tf.bool)
         if self.flip == "random":
             return uniform < 0.5
-        first = (
-            tf.random.stateless_uniform(
-                [self._num_examples], tf.constant([self.seed, -1], tf.int64)
-            )
-            < 0.5
-        )
-        return tf.math.logical_xor(tf.gather(first, chosen), epoch % 2 == 1)
+        seeds = tf.constant([self.seed, -1], tf.int64)
+        in_even_epochs = tf.random.stateless_uniform([self._num_examples], seeds) < 0.5
+        is_odd = epoch % 2 == 1
+        return tf.math.logical_xor(tf.gather(in_even_epochs, chosen), is_odd)
 
 
 @functools.lru_cache(maxsize=2)

@@ -63,9 +63,9 @@ class Evaluator:
 
         evaluations = []
         for name, split in splits:
-            for weights, values, tta in passes:
+            for set_name, values, tta in passes:
                 score = self.evaluate(split, *values, tta)
-                evaluations.append(Evaluation(name, weights, tta, score))
+                evaluations.append(Evaluation(name, set_name, tta, score))
         return evaluations
 
 
@@ -125,18 +125,23 @@ def make_classify_fn(
         images: np.ndarray, weights: Values, non_trainable: Values, tta: bool = False
     ) -> np.ndarray:
         # `tf.function` confuses mirrored variables of one shape, so it gets their values
-        weights, non_trainable = (
-            [tf.convert_to_tensor(v) for v in values] for values in (weights, non_trainable)
-        )
-        # if 1, every worker classifies all
-        num_shares = workers.size if len(images) >= workers.size else 1
+        weights = [tf.convert_to_tensor(value) for value in weights]
+        non_trainable = [tf.convert_to_tensor(value) for value in non_trainable]
+
+        num_shares = 1  # every worker classifies all
+        if len(images) >= workers.size:
+            num_shares = workers.size
         index = workers.index % num_shares
-        share = images[len(images) * index // num_shares : len(images) * (index + 1) // num_shares]
+        start_of_share = len(images) * index // num_shares
+        end_of_share = len(images) * (index + 1) // num_shares
+        share = images[start_of_share:end_of_share]
+
         parts = []
         for start, batch in _even_batches(share, len(towers)):
             if on_progress:
                 on_progress(start / len(share))
             parts.append(on_towers(batch, weights, non_trainable, tta))
+
         logits = np.concatenate(parts)[: len(share)]
         if workers.size > 1:
             logits = np.concatenate(workers.gather(logits)[:num_shares])
