@@ -145,8 +145,10 @@ def _visible_log() -> Iterator[None]:
 
     A level that the caller has set for the logger `cifar_towers` stays as it is.
     """
-    logger, handler = logging.getLogger("cifar_towers"), logging.StreamHandler(sys.stdout)
-    level, propagate = logger.level, logger.propagate
+    logger = logging.getLogger("cifar_towers")
+    handler = logging.StreamHandler(sys.stdout)
+    level = logger.level
+    propagate = logger.propagate
     if not (logger.hasHandlers() and logger.isEnabledFor(logging.INFO)):
         logger.addHandler(handler)
         # a library's first warning gives the root logger a handler for all levels

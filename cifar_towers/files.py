@@ -16,9 +16,13 @@ from cifar_towers.errors import DataError, error_text
 
 log = logging.getLogger(__name__)
 
-CONFIG, ENVIRONMENT, METRICS = "config.json", "environment.json", "metrics.jsonl"
-RESULT, REPORT = "result.json", "report.html"
-MISTAKES, CONFUSION = "mistakes.png", "confusion.png"
+CONFIG = "config.json"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+RESULT = "result.json"
+REPORT = "report.html"
+MISTAKES = "mistakes.png"
+CONFUSION = "confusion.png"
 LOCK = ".lock"  # locked by the process that writes the run
 EVENT_DIRECTORIES = ("train", "eval")  # of TensorBoard's event files
 EVENT_FILES = "events.out.tfevents.*"
@@ -99,7 +103,9 @@ class BestEffortWrites:
     """
 
     def __init__(self, path: Path, errors: tuple[type[Exception], ...] = (OSError,)):
-        self._path, self._errors, self._warned = path, errors, False
+        self._path = path
+        self._errors = errors
+        self._warned = False
 
     def __enter__(self) -> None:
         pass

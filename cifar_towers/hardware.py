@@ -103,19 +103,24 @@ def choose_precision(setting: str, device: str, trained_in: str = "") -> str:
     """
     features = processor_features() & BFLOAT16_FEATURES
     if setting != "auto":
-        chosen, reason = setting, "as asked"
+        chosen = setting
+        reason = "as asked"
     elif trained_in == "float32":
-        chosen, reason = "float32", "the run was trained in it"
+        chosen = "float32"
+        reason = "the run was trained in it"
     elif "GPU" in device:
         is_native = min(gpu_compute_capabilities(), default=(0, 0)) >= (8, 0)  # the weakest decides
         chosen = "bfloat16" if is_native else "float32"
         reason = "the GPU computes it natively" if is_native else "the GPU has no bfloat16"
     elif cpuinfo("vendor_id") == "GenuineIntel" and features == {"avx512_bf16"}:
-        chosen, reason = "float32", "on Intel's processors without AMX, bfloat16 is no faster"
+        chosen = "float32"
+        reason = "on Intel's processors without AMX, bfloat16 is no faster"
     elif features:
-        chosen, reason = "bfloat16", f"the processor has {', '.join(sorted(features))}"
+        chosen = "bfloat16"
+        reason = f"the processor has {', '.join(sorted(features))}"
     else:
-        chosen, reason = "float32", "the processor has no bfloat16 of its own"
+        chosen = "float32"
+        reason = "the processor has no bfloat16 of its own"
     log.info("precision %s: %s", chosen, reason)
     return chosen
 
@@ -140,7 +145,8 @@ def tensorflow_imported() -> Iterator[None]:
         raise UsageError(f"Keras has the backend {backend}; towers need KERAS_BACKEND=tensorflow")
     tf.get_logger().setLevel(logging.ERROR)
     logging.getLogger("absl").setLevel(logging.ERROR)  # some of its modules log here
-    floatx, image_data_format = keras.config.floatx(), keras.config.image_data_format()
+    floatx = keras.config.floatx()
+    image_data_format = keras.config.image_data_format()
     keras.config.set_image_data_format("channels_last")  # whatever the user's keras.json says
     keras.config.set_floatx("float32")
     try:

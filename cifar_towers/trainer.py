@@ -312,7 +312,8 @@ class Training:
         """
         values, metadata = read_checkpoint(find_checkpoint(source))
         prefix = "ema." if any(name.startswith("ema.") for name in values) else "model."
-        fitting, new = 0, []
+        fitting = 0
+        new = []
         for name, variable in self.variables.items():
             owner, _, path = name.partition(".")
             if owner in ("model", "ema", "lookahead") and variable.dtype.is_floating:

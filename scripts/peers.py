@@ -25,12 +25,10 @@ def main(
     framework: str, net: str, image_size: str, batch_size: str, precision: str, steps: str
 ) -> None:
     """Print the images per second of the timed steps."""
-    random, size, count, timed = (
-        np.random.default_rng(0),
-        int(image_size),
-        int(batch_size),
-        int(steps),
-    )
+    random = np.random.default_rng(0)
+    size = int(image_size)
+    count = int(batch_size)
+    timed = int(steps)
     images = random.normal(size=(count, size, size, 3)).astype(np.float32)
     labels = random.integers(10, size=count)
     if framework == "keras":
@@ -129,7 +127,8 @@ def keras_net(net: str, image_size: int):
     if net == "resnet20":
         x = L.ReLU()(conv_norm(x, 16))
         for channels, block in itertools.product((16, 32, 64), range(3)):
-            shortcut, stride = x, 2 if channels > 16 and block == 0 else 1
+            shortcut = x
+            stride = 2 if channels > 16 and block == 0 else 1
             if stride == 2:  # new channels of zeros on both sides
                 shortcut = keras.ops.pad(
                     x[:, ::2, ::2], [[0, 0], [0, 0], [0, 0], [channels // 4, channels // 4]]

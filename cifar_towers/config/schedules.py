@@ -60,7 +60,8 @@ def piecewise_linear(step: float, steps: list[float], values: tuple[float, ...])
         return values[0]
     if after == len(steps):
         return values[-1]
-    start, end = steps[after - 1], steps[after]
+    start = steps[after - 1]
+    end = steps[after]
     return values[after - 1] + (values[after] - values[after - 1]) * (step - start) / (end - start)
 
 

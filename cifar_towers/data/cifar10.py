@@ -34,10 +34,8 @@ DIGESTS = {  # `Split.digest` of the decoded splits
     "test": "4b43d2e153a74d4688cbf861a0a06235f0f42c0171aceaf852242dd01a54fc6d",
 }
 # the published files, in a folder or packed
-FOLDER, ARCHIVE = (
-    "cifar-10-batches-py",
-    "cifar-10-python.tar.gz",
-)
+FOLDER = "cifar-10-batches-py"
+ARCHIVE = "cifar-10-python.tar.gz"
 BATCHES = {  # split -> published file -> its MD5
     "train": {
         "data_batch_1": "c99cafc152244af753f735de768cd75f",

@@ -138,10 +138,12 @@ def moments(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation per channel of [n, H, W, 3] uint8 images; a deviation of 0
     becomes 1.
     """
-    levels, counts = np.arange(256), np.zeros([3, 256])
+    levels = np.arange(256)
+    counts = np.zeros([3, 256])
     for part in chunks(images, PIXELS_PER_CHUNK):
         counts += np.reshape(Image.fromarray(part.reshape(1, -1, 3)).histogram(), [3, 256])
-    means, stds = [], []
+    means = []
+    stds = []
     for frequencies in counts / counts[0].sum():
         means.append(float(frequencies @ levels))
         stds.append(float(np.sqrt(frequencies @ (levels - means[-1]) ** 2)) or 1.0)

@@ -98,7 +98,8 @@ def to_levels(image: Image.Image, image_size: int) -> np.ndarray:
     image = ImageOps.exif_transpose(image)
     # `ImageOps.fit` would cut at half pixels, and let pixels outside the square in
     square = min(image.size)
-    left, top = (image.width - square) // 2, (image.height - square) // 2
+    left = (image.width - square) // 2
+    top = (image.height - square) // 2
     image = image.crop((left, top, left + square, top + square)).convert(
         "RGBA" if is_transparent else "RGB"
     )

@@ -211,7 +211,8 @@ def _scan_table(table: Path) -> Scanned:
             raise ValueError(f"its columns are {', '.join(columns)}; {COLUMNS}")
         for row in rows:
             cells = {name: (row[name] or "").strip() for name in columns}
-            path, split = table.parent / cells["file"], cells.get("split", "train")
+            path = table.parent / cells["file"]
+            split = cells.get("split", "train")
             is_listed = any(path in of_split for of_split in files.values())
             has_break = any("\n" in cell for cell in cells.values())  # a quote that was not closed
             is_complete = None not in row and all(cells.values()) and not has_break
@@ -275,7 +276,8 @@ def _scan_arrays(path: Path) -> Scanned:
         raise ValueError(f"its arrays are {listed([*arrays], 10)}; {ARRAYS}")
     splits: dict[str, Examples] = {}
     for split in present:
-        images, labels = arrays[f"x_{split}"], arrays[f"y_{split}"]
+        images = arrays[f"x_{split}"]
+        labels = arrays[f"y_{split}"]
         is_square = (
             images.ndim in (3, 4)
             and images.shape[1] == images.shape[2]

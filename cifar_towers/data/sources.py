@@ -84,7 +84,8 @@ def load(
         class.
     """
     splits = _load_splits(source, image_size, TRAINED)
-    train, validation = splits["train"], splits.get("validation")
+    train = splits["train"]
+    validation = splits.get("validation")
     if len(train.info.class_names) < 2:
         raise UsageError(f"dataset={source.name} has one class; at least two are needed")
     if validation_examples or not validation:

@@ -56,12 +56,11 @@ def _paint(labels: np.ndarray, figure: Sequence[np.ndarray], colors: np.ndarray)
     """
     y0, x0, radius, angle, frequency = figure
     y, x = np.mgrid[:IMAGE_SIZE, :IMAGE_SIZE].astype("f4")
-    y, x = (y - y0) / radius, (x - x0) / radius
+    y = (y - y0) / radius
+    x = (x - x0) / radius
     # in the figure's own frame
-    u, v = (
-        x * np.cos(angle) + y * np.sin(angle),
-        y * np.cos(angle) - x * np.sin(angle),
-    )
+    u = x * np.cos(angle) + y * np.sin(angle)
+    v = y * np.cos(angle) - x * np.sin(angle)
     texture, shape = np.divmod(labels[:, None, None], len(SHAPES))
     stripes = np.sin(frequency * u) > 0
     marks = stripes ^ ((np.sin(frequency * v) > 0) & (texture == 1))

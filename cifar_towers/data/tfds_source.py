@@ -73,7 +73,8 @@ def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> 
     Raises:
       DataError: the data set cannot be downloaded or read, or is not images with one class each.
     """
-    tfds, builder = import_tfds(), make_builder(name, directory)
+    tfds = import_tfds()
+    builder = make_builder(name, directory)
     try:
         image, label = (
             _find_feature(builder.info, kind)
@@ -144,7 +145,8 @@ def _read(builder: Builder, split: str, image: str, label: str, image_size: int)
     """Return a split of a prepared data set, in the order in which it is stored."""
     tfds = import_tfds()
     config = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
-    images, labels = [], []
+    images = []
+    labels = []
     for example in tfds.as_numpy(
         builder.as_dataset(split=split, shuffle_files=False, read_config=config)
     ):

@@ -22,8 +22,11 @@ class Score:
     """
 
     def __init__(self, labels: np.ndarray, logits: np.ndarray):
-        self.labels, self.logits = labels, logits
-        probabilities, predicted, num_classes = softmax(logits), logits.argmax(1), logits.shape[1]
+        self.labels = labels
+        self.logits = logits
+        probabilities = softmax(logits)
+        predicted = logits.argmax(1)
+        num_classes = logits.shape[1]
         self.probabilities = probabilities.astype(np.float32)  # [n, C]
         self.count, self.correct = len(labels), int((predicted == labels).sum())
         self.accuracy = self.correct / self.count
@@ -89,14 +92,10 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
     Wilson, JASA 1927).
     """
     z = 1.959964
-    center, half_width = (
-        share + z * z / (2 * count),
-        z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5,
-    )
-    low, high = (
-        (center - half_width) / (1 + z * z / count),
-        (center + half_width) / (1 + z * z / count),
-    )
+    center = share + z * z / (2 * count)
+    half_width = z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
+    low = (center - half_width) / (1 + z * z / count)
+    high = (center + half_width) / (1 + z * z / count)
     return max(low, 0.0), min(high, 1.0)  # against rounding
 
 

@@ -65,7 +65,8 @@ def _number_labels(split: Split, trained: TrainedModel) -> Split:
     Raises:
       DataError: the split has other classes.
     """
-    known, classes = trained.info.class_names, split.info.class_names
+    known = trained.info.class_names
+    classes = split.info.class_names
     if unknown := [name for name in classes if name not in known]:
         raise DataError(
             f"{trained.run.directory} was trained on {listed(known)}, and the data have "
@@ -97,10 +98,8 @@ def _class_rows(record: dict[str, Any]) -> list[list[str]]:
     """Return the table of classes, with the wrong class that most images of each class are taken
     for.
     """
-    class_names, rows = (
-        list(record["per_class"]),
-        [["class", "accuracy", "examples", "most often taken for"]],
-    )
+    class_names = list(record["per_class"])
+    rows = [["class", "accuracy", "examples", "most often taken for"]]
     for index, (name, accuracy) in enumerate(record["per_class"].items()):
         row = np.array(record["confusion"][index])
         total, row[index] = row.sum(), 0

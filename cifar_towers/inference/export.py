@@ -72,7 +72,8 @@ def export_model(config: ExportConfig) -> None:
             images = sources.load_split(source, "test", trained.info.image_size).images[
                 : config.check
             ]
-            read, starts = make_reader(path), range(0, len(images), BATCH_SIZE)
+            read = make_reader(path)
+            starts = range(0, len(images), BATCH_SIZE)
             found = np.concatenate([read(images[start : start + BATCH_SIZE]) for start in starts])
             difference = np.abs(found - trained.probabilities(images)).max()
             checked = (
@@ -94,10 +95,8 @@ def export_model(config: ExportConfig) -> None:
 @contextlib.contextmanager
 def _exact() -> Iterator[None]:
     """Leave out TensorFloat-32 inside: its ten bits are too few to compare with."""
-    options, before = (
-        tf.config.experimental,
-        tf.config.experimental.tensor_float_32_execution_enabled(),
-    )
+    options = tf.config.experimental
+    before = tf.config.experimental.tensor_float_32_execution_enabled()
     options.enable_tensor_float_32_execution(False)
     try:
         yield
@@ -111,7 +110,8 @@ def make_portable_model(trained: TrainedModel) -> keras.Model:
     Returns:
       A model: uint8 images [B, S, S, 3] of the training's size -> probabilities [B, C] float32.
     """
-    augmentation, size = trained.augmentation, trained.info.image_size
+    augmentation = trained.augmentation
+    size = trained.info.image_size
     images = keras.Input((size, size, 3), dtype="uint8", name="images")
     x = keras.ops.cast(images, "float32")
     if crop := augmentation.settings.crop:

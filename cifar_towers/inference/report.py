@@ -72,7 +72,8 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _result_row(run: Run, scores: Sequence[str]) -> Row:
-    result, reported = run.result or {}, run.reported_score
+    result = run.result or {}
+    reported = run.reported_score
     last: Mapping[str, Any] = next(reversed(run.history), {})
     row = {
         "run": run.name,
@@ -163,7 +164,8 @@ def mean_curve(histories: Sequence[Mapping[float, float]]) -> tuple[np.ndarray, 
     parts = np.array_split(np.arange(len(epochs)), min(len(epochs), MAX_POINTS))
     x = np.array([epochs[part].mean() for part in parts])
     values = np.ma.stack([runs[:, part].mean(1) for part in parts])
-    mean, std = values.mean(1), values.std(1, ddof=1).filled(0)
+    mean = values.mean(1)
+    std = values.std(1, ddof=1).filled(0)
     return (x, mean, mean - std, mean + std) if len(histories) > 1 else (x, mean)
 
 

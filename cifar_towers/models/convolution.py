@@ -217,7 +217,8 @@ def winograd_conv2d(images: tf.Tensor, kernel: tf.Tensor, height: int, width: in
       [B, height, width, F].
     """
     tile = winograd_tile(height, width)
-    rows, columns = -(-height // tile), -(-width // tile)
+    rows = -(-height // tile)
+    columns = -(-width // tile)
     from_image, from_kernel, to_output = (
         tf.constant(matrix, images.dtype) for matrix in winograd_transforms(tile)
     )
@@ -302,10 +303,12 @@ def _overlapping_tiles(
     def join(tiles: tf.Tensor) -> tf.Tensor:
         tiles = tf.reshape(tiles, [tile + 2, tile + 2, -1, rows, columns, channels])
         tiles = tf.transpose(tiles, [2, 3, 0, 4, 1, 5])
-        own, shared = tiles[:, :, :, :, :tile], tiles[:, :, :, :, tile:]
+        own = tiles[:, :, :, :, :tile]
+        shared = tiles[:, :, :, :, tile:]
         high = tf.pad(own, [none, none, none, (0, 1), none, none])
         high += tf.pad(shared, [none, none, none, (1, 0), (0, tile - 2), none])
-        own, shared = high[:, :, :tile], high[:, :, tile:]
+        own = high[:, :, :tile]
+        shared = high[:, :, tile:]
         blocks = tf.pad(own, [none, (0, 1), none, none, none, none])
         blocks += tf.pad(shared, [none, (1, 0), (0, tile - 2), none, none, none])
         padded = tf.reshape(blocks, [-1, (rows + 1) * tile, (columns + 1) * tile, channels])

@@ -75,7 +75,9 @@ class BatchNorm(keras.layers.Layer):
         self, momentum: float = 0.9, scale: bool = True, synchronized: bool = False, **kwargs: Any
     ):
         super().__init__(**kwargs)
-        self.momentum, self.scale, self.synchronized = momentum, scale, synchronized
+        self.momentum = momentum
+        self.scale = scale
+        self.synchronized = synchronized
 
     def build(self, input_shape: Shape) -> None:
         channels = (input_shape[-1],)
@@ -211,12 +213,10 @@ class LocalResponseNorm(keras.layers.Layer):
     """
 
     # the tutorial's; `call` computes this beta only
-    radius, bias, alpha, beta = (
-        4,
-        1.0,
-        0.001 / 9,
-        0.75,
-    )
+    radius = 4
+    bias = 1.0
+    alpha = 0.001 / 9
+    beta = 0.75
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         channels = np.arange(inputs.shape[-1])
@@ -281,7 +281,8 @@ class PadChannels(keras.layers.Layer):
 
     def __init__(self, channels: int, stride: int, **kwargs: Any):
         super().__init__(**kwargs)
-        self.channels, self.stride = channels, stride
+        self.channels = channels
+        self.stride = stride
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         missing = self.channels - inputs.shape[-1]

@@ -55,7 +55,8 @@ def speednet(
         **options,
     }
     for number, width in enumerate(widths, 1):
-        group, first = f"group{number}", x
+        group = f"group{number}"
+        first = x
         for index in range(1, convs + 1):
             x = Conv2D(
                 width, 3, even_output=index == 1, name=f"{group}_conv{index}", **conv_options
@@ -136,10 +137,12 @@ def whitening_kernel(parts: Iterable[np.ndarray], epsilon: float = 5e-4) -> np.n
         root of its eigenvalue,
       then their negatives.
     """
-    products, count = np.zeros((12, 12)), 0
+    products = np.zeros((12, 12))
+    count = 0
     for images in parts:
         patches = _patches(images)
-        products, count = products + patches.T @ patches, count + len(patches)
+        products = products + patches.T @ patches
+        count = count + len(patches)
     values, vectors = np.linalg.eigh(products / count)
     filters = (vectors / np.sqrt(values + epsilon)).reshape(2, 2, 3, 12)
     return np.concatenate([filters, -filters], axis=-1).astype(np.float32)

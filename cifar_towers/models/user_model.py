@@ -43,7 +43,8 @@ def build_model(
         return created[-1]
 
     arguments = {"image_size": image_size, "num_classes": num_classes, "dtype": policy}
-    parameters, policy_before = inspect.signature(function).parameters, keras.config.dtype_policy()
+    parameters = inspect.signature(function).parameters
+    policy_before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)
     try:
         with tf.variable_creator_scope(record):
@@ -211,5 +212,6 @@ def _as_functional(model: keras.Model, image_size: int) -> Functional:
     images = keras.Input((image_size, image_size, 3))
     logits = model(images)
     if type(model) is keras.Sequential:
-        images, logits = model.inputs[0], model.outputs[0]
+        images = model.inputs[0]
+        logits = model.outputs[0]
     return keras.Model(images, logits, name=model.name)

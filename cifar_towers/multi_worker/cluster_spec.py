@@ -101,7 +101,8 @@ def _from_tf_config(content: Mapping[str, Any]) -> tuple[list[str], int]:
     Raises:
       UsageError: the task is another.
     """
-    cluster, task = content["cluster"], content["task"]
+    cluster = content["cluster"]
+    task = content["task"]
     chiefs = cluster.get("chief", [])
     first_index = {"chief": 0, "worker": len(chiefs)}
     if task["type"] not in first_index:

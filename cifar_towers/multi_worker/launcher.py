@@ -76,7 +76,8 @@ def _run(command: Sequence[str], num_workers: int, signals: StopSignals) -> dict
     workers = _start_all(command, num_workers) if num_workers else [_start(command)]
     processes = [process for process, _ in workers]
     codes: dict[int, int] = {}
-    forwarded, deadline = 0, float("inf")
+    forwarded = 0
+    deadline = float("inf")
     while len(codes) < len(processes):
         for worker, process in enumerate(processes):
             if worker not in codes and (code := process.poll()) is not None:
@@ -100,10 +101,8 @@ def _start_all(command: Sequence[str], count: int) -> list[Started]:
     for all.
     """
     addresses = free_addresses(count)
-    cores, gpus = (
-        sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
-        _gpus(),
-    )
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    gpus = _gpus()
     if 0 < len(gpus) < count:
         raise UsageError(
             f"num_workers={count} needs a GPU for each, and this machine has {len(gpus)}; give "

@@ -101,7 +101,9 @@ class RunLogger:
 
     def log_start(self) -> None:
         """Print what will be trained."""
-        config, dataset, num_towers = self.config, self.setup.dataset, len(self.setup.towers)
+        config = self.config
+        dataset = self.setup.dataset
+        num_towers = len(self.setup.towers)
         trainable = sum(math.prod(variable.shape) for variable in self.model.trainable_variables)
         parts = f" in {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
         devices = ", ".join(tower.device for tower in self.setup.local_towers)
@@ -114,10 +116,8 @@ class RunLogger:
             f"{count(num_towers, 'tower')} of {share} on {devices} (strategy {config.strategy})"
         )
         hardest = f", the hardest of {config.hard_example_pool}" if config.hard_example_pool else ""
-        images, steps = (
-            count(len(dataset.train.labels), "training image"),
-            count(self.length.last, "step"),
-        )
+        images = count(len(dataset.train.labels), "training image")
+        steps = count(self.length.last, "step")
         self.log(
             f"{dataset.name}: {images}; {steps} of {config.batch_size}{hardest}, "
             f"{self.length.steps_per_epoch} per epoch; writing to {config.directory}"
@@ -187,7 +187,9 @@ class RunLogger:
         """Show the metrics of a step, and write them with its learning rates by parameter group and
         its diagnostics, if any. Return the record that was written; None if none was due.
         """
-        step, metrics, rates = finished.step, finished.metrics, finished.rates
+        step = finished.step
+        metrics = finished.metrics
+        rates = finished.rates
         self._epoch.append(metrics)
         if metrics.updated:
             self.smoothed_losses.update(metrics.losses)
@@ -258,7 +260,8 @@ class RunLogger:
             self.log(f"  mean of {count(len(self._epoch), 'step')}, since the resume")
         for score in scores:
             self.log(f"  {describe_score(score)}")
-        self._epoch, self.saved_step = [], 0
+        self._epoch = []
+        self.saved_step = 0
 
     def _status(self, step: int, loss: float, accuracy: float, rate: float) -> ProgressStatus:
         images_per_sec, _ = self.timer.recent_rates()
@@ -275,7 +278,8 @@ class RunLogger:
         the run reports.
         """
         records = [evaluation_record(evaluation) for evaluation in evaluations]
-        epoch, seconds = step / self.length.steps_per_epoch, training_seconds(self.timer.seconds)
+        epoch = step / self.length.steps_per_epoch
+        seconds = training_seconds(self.timer.seconds)
         for record in records:
             self.metrics.write(
                 kind="eval", step=step, epoch=epoch, training_seconds=seconds, **record

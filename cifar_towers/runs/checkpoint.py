@@ -65,7 +65,8 @@ def read_checkpoint(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
             arrays = {name.removesuffix(".npy"): archive.read(name) for name in archive.namelist()}
         values = {name: np.load(io.BytesIO(array)) for name, array in arrays.items()}
         metadata = json.loads(str(values.pop(METADATA)))
-        number, step = metadata["num_variables"], metadata["step"]
+        number = metadata["num_variables"]
+        step = metadata["step"]
         if number != len(values) or step != step_of(path):
             raise ValueError(f"{len(values)} of {number} variables, step {step}")
     except Exception as error:  # zipfile and NumPy raise many types of errors

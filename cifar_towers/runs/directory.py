@@ -208,7 +208,8 @@ def _read_newest(path: Path) -> Saved | None:
 
 def _check_recipe(config: TrainConfig, metadata: Mapping[str, Any]) -> None:
     """Raise UsageError if a run was trained with other settings than those of the config."""
-    saved, current = metadata["recipe"], recipe_fields(config)
+    saved = metadata["recipe"]
+    current = recipe_fields(config)
     if differing := describe_differences(saved, current):
         path = config.directory
         raise UsageError(

@@ -136,7 +136,8 @@ class Run:
         """The records of the newest evaluation by name, e.g. `test/raw_tta`."""
         from cifar_towers.evaluation.score import score_name
 
-        result, evaluations = self.result, self.evaluations
+        result = self.result
+        evaluations = self.evaluations
         newest = [record for record in evaluations if record["step"] == evaluations[-1]["step"]]
         return {score_name(score): score for score in (result["evaluations"] if result else newest)}
 
@@ -239,5 +240,6 @@ class Run:
         path = self.directory / files.METRICS
         stamp = (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
         if stamp != self._stamp:
-            self._records, self._stamp = list(read_records(path)), stamp
+            self._records = list(read_records(path))
+            self._stamp = stamp
         return self._records

@@ -89,7 +89,10 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
 
 def describe(run: Run) -> dict[str, Any]:
     """Return what the table and `runs --json` show of a run. Accuracies are fractions."""
-    config, environment, result, scores = run.config, run.environment, run.result or {}, run.scores
+    config = run.config
+    environment = run.environment
+    result = run.result or {}
+    scores = run.scores
     reported = run.reported_score or {}
     plain = scores.get(score_name({**reported, "tta": False}), {}) if reported else {}
     rates = [rate for record in run.history if (rate := record.get("images_per_sec"))]

@@ -130,7 +130,8 @@ class _Rounds:
         """Trace tower `index`, in this tower's thread."""
         try:
             self._wait_for_turn(index)
-            _thread.rounds, _thread.index = self, index
+            _thread.rounds = self
+            _thread.index = index
             trace(index)
         except BaseException as error:
             self.error = self.error or error

@@ -69,10 +69,8 @@ def make_towers(
             f"{num_towers} towers need {num_towers} GPUs and this machine has {len(gpus)}; "
             "ask for fewer or allow soft placement"
         )
-    kind, needed = (
-        "GPU" if gpus else "CPU",
-        num_towers or len(gpus) or (1 if multi_worker else CPU_TOWERS_BY_DEFAULT),
-    )
+    kind = "GPU" if gpus else "CPU"
+    needed = num_towers or len(gpus) or (1 if multi_worker else CPU_TOWERS_BY_DEFAULT)
     with contextlib.suppress(RuntimeError):  # of a TensorFlow that already runs
         if soft_placement is not None:
             tf.config.set_soft_device_placement(soft_placement)

@@ -227,7 +227,8 @@ def overridden_fit_method(model: keras.Model) -> str:
         if not name.startswith("__") and name not in NOT_OF_FIT
     ]
     names += ["losses", "trainable_variables", "trainable_weights", "non_trainable_variables"]
-    own, kind = vars(model), type(model)
+    own = vars(model)
+    kind = type(model)
     return next(
         (
             name

@@ -95,7 +95,8 @@ def run_on_any_batch(
     Returns:
       [K] results, and [K] numbers of examples, 0 for an empty shard.
     """
-    flat, count = tf.nest.flatten(tensors), len(towers)
+    flat = tf.nest.flatten(tensors)
+    count = len(towers)
     if (flat[0].shape[0] or 0) >= count:
         shards, sizes = split_uneven_batch(tensors, towers)
     else:
@@ -149,7 +150,9 @@ def check_outputs(structure: Any, shard: Any, tower: Tower) -> Any:
     """
     first = tf.nest.flatten(shard)[0]
     for index, output in enumerate(map(tf.convert_to_tensor, tf.nest.flatten(structure))):
-        name, rows, examples = f"output {index} of {tower.name}", output.shape[:1], first.shape[:1]
+        name = f"output {index} of {tower.name}"
+        rows = output.shape[:1]
+        examples = first.shape[:1]
         if output.shape.rank is None or None in rows:
             tf.debugging.assert_equal(
                 tf.shape(output)[0], tf.shape(first)[0], f"{name} has not one row per example"

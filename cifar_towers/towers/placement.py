@@ -104,7 +104,8 @@ def placement_report(
     lines = []
     bytes_on: Counter[str] = Counter()
     for variable in sorted(function.variables, key=lambda variable: variable.name):
-        size, device = _num_bytes(variable), short_device(variable.device)
+        size = _num_bytes(variable)
+        device = short_device(variable.device)
         bytes_on[device] += size
         lines.append(
             f"{variable.name.removesuffix(':0'):50}  {variable.shape!s:16}  {size:12,} bytes  "

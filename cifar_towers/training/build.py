@@ -231,7 +231,8 @@ def _train_on_towers(
     setup: RunSetup, augmentation: Augmentation
 ) -> tuple[TrainState, Any, HardExamples | None]:
     """Return state and step with variables that the towers share, and what selects examples."""
-    config, towers = setup.config, setup.towers
+    config = setup.config
+    towers = setup.towers
     options: dict[str, Any] = {
         "micro_batches": config.micro_batches,
         "synchronized": config.batch_statistics == "synchronized",

@@ -27,7 +27,8 @@ from cifar_towers.training.step import (
     make_step_metrics,
 )
 
-MEAN, SUM = tf.distribute.ReduceOp.MEAN, tf.distribute.ReduceOp.SUM
+MEAN = tf.distribute.ReduceOp.MEAN
+SUM = tf.distribute.ReduceOp.SUM
 
 
 def make_strategy(towers: Sequence[Tower]) -> tf.distribute.MirroredStrategy:

@@ -35,7 +35,9 @@ class Momentum:
         weight_decay: float = 0.0,
     ):
         self.variables = list(variables)
-        self.momentum, self.nesterov, self.weight_decay = momentum, nesterov, weight_decay
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self.weight_decay = weight_decay
         self.slots = {
             "momentum": [make_slot(v, "momentum") for v in self.variables] if momentum else []
         }
@@ -43,7 +45,8 @@ class Momentum:
     def compute_update(
         self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor
     ) -> Updates:
-        variable, direction = self.variables[index], gradient
+        variable = self.variables[index]
+        direction = gradient
         if self.weight_decay:
             # minus, as TensorFlow makes an AddN of three summands, in an order that depends on what
             # is ready first
@@ -64,10 +67,13 @@ class AdamW:
     Source: I. Loshchilov and F. Hutter, arXiv 1711.05101.
     """
 
-    BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
+    BETA1 = 0.9
+    BETA2 = 0.999
+    EPSILON = 1e-8
 
     def __init__(self, variables: Sequence[tf.Variable], weight_decay: float = 0.0):
-        self.variables, self.weight_decay = list(variables), weight_decay
+        self.variables = list(variables)
+        self.weight_decay = weight_decay
         self.slots = {
             name: [make_slot(v, name) for v in self.variables] for name in ("mean", "square")
         }
@@ -80,11 +86,9 @@ class AdamW:
 
         `step` counts skipped steps too.
         """
-        variable, mean, square = (
-            self.variables[index],
-            self.slots["mean"][index],
-            self.slots["square"][index],
-        )
+        variable = self.variables[index]
+        mean = self.slots["mean"][index]
+        square = self.slots["square"][index]
         count = tf.cast(step + 1, variable.dtype)
         new_mean = self.BETA1 * mean + (1 - self.BETA1) * gradient
         new_square = self.BETA2 * square + (1 - self.BETA2) * tf.square(gradient)
@@ -116,13 +120,16 @@ class Muon:
         weight_decay: float = 0.0,
     ):
         self.variables = list(variables)
-        self.momentum, self.total_steps, self.weight_decay = momentum, total_steps, weight_decay
+        self.momentum = momentum
+        self.total_steps = total_steps
+        self.weight_decay = weight_decay
         self.slots = {"momentum": [make_slot(v, "momentum") for v in self.variables]}
 
     def compute_update(
         self, index: int, gradient: tf.Tensor, learning_rate: tf.Tensor, step: tf.Tensor
     ) -> Updates:
-        variable, buffer = self.variables[index], self.slots["momentum"][index]
+        variable = self.variables[index]
+        buffer = self.slots["momentum"][index]
         new_buffer = self.momentum * buffer + gradient
         period = 2 + 15 * tf.cast(step, tf.int64) // self.total_steps
         is_due = tf.equal(tf.cast(step, tf.int64) % period, 0)
@@ -148,7 +155,9 @@ def orthogonalize(kernel: tf.Tensor) -> tf.Tensor:
     Three Newton-Schulz steps X <- a X + (b A + c A A) X with A = X X^T, from X = kernel / |kernel|,
     with the shorter side first.
     """
-    a, b, c = 3.4576, -4.7391, 2.0843
+    a = 3.4576
+    b = -4.7391
+    c = 2.0843
     matrix = tf.reshape(kernel, [-1, kernel.shape[-1]])
     tall = matrix.shape[0] > matrix.shape[1]
     x = tf.transpose(matrix) if tall else matrix
