@@ -82,17 +82,17 @@ def train(
     ):
         setup = set_up(config, source, devices, workers)
         with callbacks.until_end():
-            run = Training(setup, directory, signals, callbacks, timer)
-            with signals.recorded(), run.opened() as step:
-                step = train_from(step, run)
-                saved = run.save_now(step, wait=True)
+            training = Training(setup, directory, signals, callbacks, timer)
+            with signals.recorded(), training.opened() as step:
+                step = train_from(step, training)
+                saved = training.save_now(step, wait=True)
             if signals.received and workers.size == 1:  # while the last step was saved
-                run.stop_signal = signals.received
-                run.save_early(step)
-            return finish(step, saved, run)
+                training.stop_signal = signals.received
+                training.save_early(step)
+            return finish(step, saved, training)
 
 
-def train_from(step: int, run: "Training") -> int:
+def train_from(step: int, training: "Training") -> int:
     """Train from `step` until the end, the target or a signal; return the finished steps.
 
     After an error the last finished step is saved, unless `save_after` says why not.
@@ -103,64 +103,64 @@ def train_from(step: int, run: "Training") -> int:
       DivergedError: too many steps in a row were skipped, or a save found a non-finite variable.
     """
     try:
-        if run.evaluator.is_due(step) and not run.evaluations:
-            run.evaluate_now(step)  # the evaluation after the step that was saved had failed
-        run.note_target(step)
-        if not run.reached:
-            batches = run.batches.stream(step, run.length.last)
-            for batch in run.timer.inputs(batches):
-                finished = run.start_step(step, batch)
+        if training.evaluator.is_due(step) and not training.evaluations:
+            training.evaluate_now(step)  # the evaluation after the step that was saved had failed
+        training.note_target(step)
+        if not training.reached:
+            batches = training.batches.stream(step, training.length.last)
+            for batch in training.timer.inputs(batches):
+                finished = training.start_step(step, batch)
                 step += 1
 
-                run.check_and_log(finished)
-                if run.evaluator.is_due(step):
-                    run.evaluate_now(step)
+                training.check_and_log(finished)
+                if training.evaluator.is_due(step):
+                    training.evaluate_now(step)
                 # then this step was awaited, and is the last of `finished`
-                if run.ends_epoch(step):
-                    run.logger.log_epoch(step, finished[-1].rates, run.evaluations)
-                if run.should_save(step) and run.can_be_saved(step):
-                    run.save_now(step)
-                run.note_target(step)
-                run.note_signal(finished)
-                run.logger.profile(step)
-                if run.reached or run.stop_signal:
+                if training.ends_epoch(step):
+                    training.logger.log_epoch(step, finished[-1].rates, training.evaluations)
+                if training.should_save(step) and training.can_be_saved(step):
+                    training.save_now(step)
+                training.note_target(step)
+                training.note_signal(finished)
+                training.logger.profile(step)
+                if training.reached or training.stop_signal:
                     break
-        run.check_and_log(run.runner.finish())
+        training.check_and_log(training.runner.finish())
     except (Exception, SystemExit) as error:
-        run.save_after(error, step)
+        training.save_after(error, step)
         raise
-    if run.stop_signal:
-        run.save_early(step)
+    if training.stop_signal:
+        training.save_early(step)
     return step
 
 
-def finish(step: int, saved: bool, run: "Training") -> dict:
+def finish(step: int, saved: bool, training: "Training") -> dict:
     """Evaluate every split after the last step, and write the result; save the step if it is not
     `saved`.
     """
-    run.logger.begin_final_evaluation(step, run.evaluator.splits)
-    run.evaluate_now(step, final=True)
-    run.note_target(step)
-    weights_sha256 = run.state.weights_sha256()
-    difference = run.workers.describe_difference({"weights, as sha256,": weights_sha256})
+    training.logger.begin_final_evaluation(step, training.evaluator.splits)
+    training.evaluate_now(step, final=True)
+    training.note_target(step)
+    weights_sha256 = training.state.weights_sha256()
+    difference = training.workers.describe_difference({"weights, as sha256,": weights_sha256})
     if difference:
         raise RunError(f"the workers have trained different weights: {difference}")
     result = {
         "step": step,
-        "reached": run.reached or None,
-        "dataset": run.setup.dataset.name,
-        **run.timer.summary(),
+        "reached": training.reached or None,
+        "dataset": training.setup.dataset.name,
+        **training.timer.summary(),
         "weights_sha256": weights_sha256,
-        "failed_saves": run.directory.failed_saves,
-        "skipped_steps": run.health.skipped_steps,
-        "evaluations": run.evaluations,
+        "failed_saves": training.directory.failed_saves,
+        "skipped_steps": training.health.skipped_steps,
+        "evaluations": training.evaluations,
     }
-    run.logger.log_result(result)
-    if not saved and not run.save_now(step):  # a last attempt: evaluation took a while
+    training.logger.log_result(result)
+    if not saved and not training.save_now(step):  # a last attempt: evaluation took a while
         raise RunError(
             f"step {step}, the last, could not be saved; make room, then {HOW_TO_RESUME}"
         )
-    run.logger.write_result(result)
+    training.logger.write_result(result)
     return result
 
 
