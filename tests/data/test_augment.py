@@ -130,3 +130,44 @@ def test_augmentation_does_not_depend_on_the_shard(images):
         full = everything.augment(tf.constant(images), drawn, image_size).numpy()
         part = everything.augment(tf.constant(images[2:5]), drawn_for_part, image_size)
         np.testing.assert_allclose(part, full[2:5], rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize("standardize", ["dataset", "image"])
+@pytest.mark.parametrize("crop", [0, 28])
+def test_all_parts_together_are_those_of_numpy(images, standardize, crop):
+    """In this order: window and mirror, color, normalization, cutout, then the smaller size."""
+    random = np.random.default_rng(3)
+    given = {
+        "flip": np.array([True, False] * 3),
+        "window": random.random((6, 2)).astype("f4"),
+        "cutout": random.random((6, 2)).astype("f4"),
+        "brightness": random.uniform(-1, 1, 6).astype("f4"),
+        "contrast": random.uniform(-1, 1, 6).astype("f4"),
+    }
+    settings = AugmentationSettings(
+        shift=3, crop=crop, cutout=7, brightness=20.0, contrast=0.3, standardize=standardize
+    )
+    found = Augmentation(settings).augment(tf.constant(images), draws(6, **given), 20).numpy()
+
+    size = crop or 32
+    padded = np.pad(images.astype(float), [(0, 0), (3, 3), (3, 3), (0, 0)], "reflect")
+    mean = np.array(CIFAR10.mean)
+    for index, image in enumerate(padded):
+        y, x = (given["window"][index] * (32 + 2 * 3 - size + 1)).astype(int)
+        image = image[y : y + size, x : x + size]
+        if given["flip"][index]:
+            image = image[:, ::-1]
+
+        center = mean if standardize == "dataset" else image.mean((0, 1))
+        contrast = 1 + 0.3 * given["contrast"][index]
+        image = (image + 20 * given["brightness"][index] - center) * contrast + center
+        if standardize == "dataset":
+            image = (image - mean) / np.array(CIFAR10.std)
+        else:
+            image = (image - image.mean()) / image.std()
+
+        y, x = (given["cutout"][index] * (size - 7 + 1)).astype(int)
+        image[y : y + 7, x : x + 7] = 0
+        if not crop:
+            image = tf.image.resize(image, [20, 20], antialias=True).numpy()
+        np.testing.assert_allclose(found[index], image, atol=2e-5)

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cifar_towers.data import synthetic
 from cifar_towers.models import MODELS
 from cifar_towers.models.speednet import IdentityFirst, whitening_kernel
 from cifar_towers.registry import MODELS as NAMES
@@ -75,3 +76,15 @@ def test_whitened_patches_have_unit_covariance():
     y = tf.nn.conv2d(images, kernel, 1, "VALID").numpy().reshape(-1, 24).astype("f8")
     np.testing.assert_allclose(y[:, :12].T @ y[:, :12] / len(y), np.eye(12), atol=1e-3)
     np.testing.assert_allclose(y[:, 12:], -y[:, :12], atol=1e-5)
+
+
+def test_whitening_is_that_of_earlier_versions():
+    """A run that resumes has filters from its checkpoint; a repeated one computes them again. The
+    sign of an eigenvector is free.
+    """
+    images = synthetic.make(60, 0, 0).images[:10] / 255 - 0.5
+    filters = whitening_kernel([images])[..., :12].reshape(12, 12).astype("f8")
+    product = filters @ filters.T
+    known = [126.79610658, -0.66111789, -3.84235131, -46.26732837]
+    np.testing.assert_allclose(product[0, :4], known, rtol=1e-5)
+    assert np.trace(product) == pytest.approx(1609.507974143399, rel=1e-6)

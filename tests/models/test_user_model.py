@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cifar_towers.config import TrainConfig
+from cifar_towers.data import synthetic
 from cifar_towers.errors import UsageError
 from cifar_towers.models import user_model
 from cifar_towers.models.layers import BatchNorm, synchronize
 from cifar_towers.towers import run_on_towers_synchronized, split_batch
+from cifar_towers.training import build
 
 L = keras.layers
 
@@ -195,6 +198,18 @@ def test_models_that_towers_can_train(make):
 def test_models_that_towers_would_train_wrongly_are_refused(make, options, mentions):
     with pytest.raises(UsageError, match=f"^--(model|batch_statistics).*{mentions}"):
         checked(make, **options)
+
+
+def test_a_training_checks_its_net_and_a_restored_one_is_not_checked(tmp_path):
+    (tmp_path / "nets.py").write_text(
+        "import keras\n\ndef probable():\n    return keras.Sequential([keras.Input((20, 20, 3)), "
+        "keras.layers.Flatten(), keras.layers.Dense(10, 'softmax')])\n"
+    )
+    config = TrainConfig(model=f"{tmp_path}/nets.py:probable", crop=20)
+    examples = synthetic.make(20, 0, 0)
+    with pytest.raises(UsageError, match="--model returns probabilities"):
+        build.make_model(config, "float32", examples.info, examples)
+    build.make_model(config, "float32", examples.info)
 
 
 def test_a_net_that_an_earlier_run_may_have_trained_is_refused():

@@ -121,3 +121,25 @@ def test_other_files_are_no_checkpoints(tmp_path, name):
     )
     with pytest.raises(UsageError, match="step 7.*step-9.npz"):
         find_checkpoint(directory, 7)
+
+
+class Canary:
+    """An object whose pickle makes a file when it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_a_pickled_object_is_not_executed(tmp_path):
+    path = checkpoint_path(tmp_path, 12)
+    canary = np.array([Canary(tmp_path / "executed")], object)
+    metadata = json.dumps({"step": 12, "num_variables": 1})
+    np.savez(path, canary=canary, metadata=np.array(metadata))
+    with pytest.raises(DataError, match="step-12.npz is damaged"):
+        read_checkpoint(path)
+    assert not (tmp_path / "executed").exists()
+    np.load(path, allow_pickle=True)["canary"]
+    assert (tmp_path / "executed").exists()  # so that the test could fail
