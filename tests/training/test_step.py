@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorflow.python.framework import kernels
 
 from cifar_towers.config import TrainConfig
+from cifar_towers.data import synthetic
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.towers.placement import tower_devices
 from cifar_towers.training import build
@@ -275,6 +276,25 @@ def test_model_losses_are_added_once(towers, examples):
     assert float(metrics.losses[OWN]) == pytest.approx(1e-3 * np.sum(kernel**2))
     further = without.weights[0].numpy() - with_loss.weights[0].numpy()
     np.testing.assert_allclose(further, np.float32(0.05) * 2e-3 * kernel, rtol=1e-6)
+
+
+def test_a_step_of_cifarnet_is_that_of_earlier_versions(towers):
+    """In float64, from the weights of seed 0: a run goes on with it after an update."""
+    run = Run(
+        towers(1), synthetic.make(60, 0, 0), recipe("cifarnet", batch_size=12), precision="float64"
+    )
+    metrics = run.step(0)
+    values = run.values("model.")
+    found = [
+        metrics.loss,
+        metrics.losses["total_loss"],
+        metrics.gradient_norm,
+        np.abs(values["conv1.kernel"]).sum(),
+        values["local3.bias"].sum(),
+    ]
+    known = [2.289426093184582, 4.662751543878436, 2.2561215874566276]
+    known += [172.53802811436205, 38.4008983229362]
+    np.testing.assert_allclose(found, known, rtol=1e-9)
 
 
 def test_a_step_runs_while_the_host_goes_on():
