@@ -129,9 +129,9 @@ class RunLogger:
         """
         kept = step or -1  # a start that was aborted at step 0 may have had other settings
         self.metrics.keep(lambda record: record["step"] <= kept)
-        with files.BestEffortWrites(self.directory / files.RESULT):
-            # of a run that ended earlier, and is continued
-            (self.directory / files.RESULT).unlink(missing_ok=True)
+        if step < self.length.last:  # a run that ended earlier is continued
+            with files.BestEffortWrites(self.directory / files.RESULT):
+                (self.directory / files.RESULT).unlink(missing_ok=True)
         self._unwritten = {
             files.CONFIG: dataclasses.asdict(self.config),
             files.ENVIRONMENT: describe_run(self.setup),

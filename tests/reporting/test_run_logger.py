@@ -159,3 +159,14 @@ def test_steps_of_a_profile_run_as_always(tmp_path):
     """The trace waits before it begins and ends, not within."""
     logger, _ = logger_of(tmp_path, profile_steps="2:5")
     assert [step for step in range(9) if logger.is_profile_bound(step)] == [2, 5]
+
+
+def test_a_result_stays_until_the_run_goes_on(tmp_path):
+    """A run that is evaluated again after its last step, as on a cluster, has its result."""
+    logger, _ = logger_of(tmp_path, steps=3)
+    result = tmp_path / "result.json"
+    for step, stays in ((3, True), (2, False)):
+        result.write_text("{}")
+        logger.open(step)
+        logger.close()
+        assert result.exists() == stays
