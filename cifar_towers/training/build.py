@@ -32,7 +32,7 @@ from cifar_towers.training.distributed_step import (
     make_multi_worker_strategy,
     make_strategy,
 )
-from cifar_towers.training.hard_examples import PROXY, HardExamples, make_hard_examples
+from cifar_towers.training.hard_examples import PROXY, HardExamples
 from cifar_towers.training.losses import cross_entropy, make_loss
 from cifar_towers.training.optimizers import make_optimizer
 from cifar_towers.training.setup import RunSetup
@@ -250,7 +250,7 @@ def _train_on_towers(
                 proxy, proxy_loss = make_state(proxy_config(config), setup, step_device)
             proxy_update = make_update(proxy, towers, proxy_loss, augmentation, **options)
             example_loss = make_example_loss(config, len(setup.dataset.info.class_names))
-            hard_examples = make_hard_examples(
+            hard_examples = HardExamples(
                 proxy,
                 proxy_update,
                 towers,

@@ -5,9 +5,8 @@ Source: K. Jordan's CIFAR-10 records of 2024 (airbench96). There a separate run 
 the harder half of every batch first, and the proxy is updated at every fourth batch only.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -27,66 +26,78 @@ from cifar_towers.training.step import StepMetrics, Update, augment_shard, copy_
 PROXY = "proxy"  # prefix of the proxy's variables and operations, and of its values in reports
 
 
-class HardExamples(NamedTuple):
-    """The proxy, and the function that selects examples by it.
-
-    `select` is a `tf.function` (batch, rates, image_size) -> (the hardest examples, metrics of the
-    proxy's step on the whole batch). The proxy gets the learning rates of the large net, so that a
-    parameter group that the large net lacks is frozen.
-    """
-
-    proxy: TrainState
-    select: Any
-
-
-def make_hard_examples(
-    proxy: TrainState,
-    update: Update,
-    towers: Sequence[Tower],
-    example_loss: Callable,
-    augmentation: Augmentation,
-    count: int,
-    *,
-    micro_batches: int,
-    synchronized: bool,
-) -> HardExamples:
-    """Return the selection of the `count` examples of each batch with the highest losses.
+class HardExamples:
+    """The selection of the `count` examples of each batch that have the highest losses under the
+    proxy, and the proxy's training.
 
     The losses are of a forward pass in training, on the towers, before the proxy's step.
 
     Args:
+      proxy: the proxy's variables. It gets the learning rates of the large net, so that a parameter
+        group that the large net lacks is frozen.
       update: the proxy's step.
       example_loss: function (labels, logits) -> [b] losses.
       micro_batches, synchronized: as of the proxy's step; see `make_update`.
+
+    Attributes:
+      select: `tf.function` (batch, rates, image_size) -> (the hardest examples, metrics of the
+        proxy's step on the whole batch).
     """
-    run_towers = run_on_towers_synchronized if synchronized else run_on_towers
 
-    def losses_on_tower(tower: Tower, shard: Batch, image_size: int) -> tf.Tensor:
-        def losses_of_images(shard: Batch, weights: list, non_trainable: list) -> tf.Tensor:
-            def on_part(part: Batch) -> tf.Tensor:
-                logits, _, _ = proxy.call(weights, non_trainable, part)
-                return example_loss(part.labels, logits)
+    def __init__(
+        self,
+        proxy: TrainState,
+        update: Update,
+        towers: Sequence[Tower],
+        example_loss: Callable,
+        augmentation: Augmentation,
+        count: int,
+        *,
+        micro_batches: int,
+        synchronized: bool,
+    ):
+        self.proxy = proxy
+        self.update = update
+        self.towers = towers
+        self.example_loss = example_loss
+        self.augmentation = augmentation
+        self.count = count
+        self.micro_batches = micro_batches
+        self.run_towers = run_on_towers_synchronized if synchronized else run_on_towers
+        self.select: Any = tf.function(self._select, autograph=False)
 
-            return run_micro_batches(on_part, shard, micro_batches, add=_join)
-
-        weights, non_trainable = proxy.read_variables()
-        shard = augment_shard(augmentation, shard, image_size)
-        return xla_compiled(losses_of_images, proxy.jit_compile)(shard, weights, non_trainable)
-
-    def select(
-        batch: Batch, rates: Mapping[str, tf.Tensor], image_size: int = 0
+    def _select(
+        self, batch: Batch, rates: Mapping[str, tf.Tensor], image_size: int = 0
     ) -> tuple[Batch, StepMetrics]:
-        on_tower = functools.partial(losses_on_tower, image_size=image_size)
+        def on_tower(tower: Tower, shard: Batch) -> tf.Tensor:
+            return self._losses(shard, image_size)
+
         with tf.name_scope("hardest"):
-            losses = run_towers(on_tower, towers, split_batch(batch, towers))
+            shards = split_batch(batch, self.towers)
+            tower_losses = self.run_towers(on_tower, self.towers, shards)
             with tf.device(HOST):
-                hardest = tf.math.top_k(tf.concat(losses, 0), count, sorted=False).indices
+                losses = tf.concat(tower_losses, 0)
+                hardest = tf.math.top_k(losses, self.count, sorted=False).indices
                 selected = gather_rows(batch, tf.sort(hardest))
+
         with tf.name_scope(PROXY):
-            metrics, _ = update(batch, rates, image_size)
+            metrics, _ = self.update(batch, rates, image_size)
         return selected, copy_to_host(metrics)
 
-    return HardExamples(proxy, tf.function(select, autograph=False))
+    def _losses(self, shard: Batch, image_size: int) -> tf.Tensor:
+        """Return the losses [b] of a tower's examples under the proxy."""
+
+        def forward(shard: Batch, weights: list, non_trainable: list) -> tf.Tensor:
+            def on_part(part: Batch) -> tf.Tensor:
+                logits, _, _ = self.proxy.call(weights, non_trainable, part)
+                return self.example_loss(part.labels, logits)
+
+            return run_micro_batches(on_part, shard, self.micro_batches, add=_join)
+
+        weights, non_trainable = self.proxy.read_variables()
+        augmented = augment_shard(self.augmentation, shard, image_size)
+        forward = xla_compiled(forward, self.proxy.jit_compile)
+        return forward(augmented, weights, non_trainable)
 
 
 def gather_rows(batch: Batch, rows: tf.Tensor) -> Batch:
