@@ -123,25 +123,18 @@ def _load_splits(
 ) -> dict[str, Split]:
     """Return the splits of a source by name, in images of this size. Log a line about each."""
     splits = dict(source.read(image_size, wanted))
-    if missing := [name for name in needed if name not in splits]:
+    missing = [name for name in needed if name not in splits]
+    if missing:
         raise UsageError(f"dataset={source.name} has no {' or '.join(missing)} examples")
-    if (
-        "train" in splits
-        and source.name != "cifar10"
-        and (copies := count_copies(splits["test"], splits["train"]))
-    ):
-        count = len(splits["test"].labels)
-        log.info(
-            "%s",
-            printable(
-                f"{source.name}: {copies} of {count} test images are copies of training images"
-            ),
-        )
+
+    if "train" in splits and source.name != "cifar10":
+        copies = count_copies(splits["test"], splits["train"])
+        if copies:
+            total = len(splits["test"].labels)
+            _log(f"{source.name}: {copies} of {total} test images are copies of training images")
+
     for name, split in splits.items():
-        classes = zip(split.info.class_names, split.class_counts(), strict=True)
-        by_class = listed([f"{class_name} {count}" for class_name, count in classes], 10)
-        summary = f"{len(split.labels)} images ({by_class}), sha256 {split.digest[:16]}"
-        log.info("%s", printable(f"{source.name} {name}: {summary}"))
+        _log(f"{source.name} {name}: {_summary(split)}")
         if split.info.image_size != image_size:
             splits[name] = dataclasses.replace(
                 split,
@@ -149,6 +142,18 @@ def _load_splits(
                 info=split.info._replace(image_size=image_size),
             )
     return splits
+
+
+def _summary(split: Split) -> str:
+    """Return the numbers of images, in all and of each class, and the digest."""
+    counts = zip(split.info.class_names, split.class_counts(), strict=True)
+    by_class = listed([f"{class_name} {count}" for class_name, count in counts], 10)
+    return f"{len(split.labels)} images ({by_class}), sha256 {split.digest[:16]}"
+
+
+def _log(line: str) -> None:
+    """Log a line that holds names of the user's."""
+    log.info("%s", printable(line))
 
 
 def count_copies(split: Split, train: Split) -> int:

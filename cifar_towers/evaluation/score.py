@@ -22,37 +22,47 @@ class Score:
     """
 
     def __init__(self, labels: np.ndarray, logits: np.ndarray):
-        self.labels = labels
-        self.logits = logits
         probabilities = softmax(logits)
         predicted = logits.argmax(1)
-        num_classes = logits.shape[1]
+        is_correct = predicted == labels
+        self.labels = labels
+        self.logits = logits
         self.probabilities = probabilities.astype(np.float32)  # [n, C]
-        self.count, self.correct = len(labels), int((predicted == labels).sum())
+
+        self.count = len(labels)
+        self.correct = int(is_correct.sum())
         self.accuracy = self.correct / self.count
-        counts = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
+
         # examples of class (row) predicted as class (column)
-        self.confusion = counts.reshape(num_classes, num_classes)
+        num_classes = logits.shape[1]
+        pairs = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
+        self.confusion = pairs.reshape(num_classes, num_classes)
+
+        # Cross entropy without label smoothing: the negative log likelihood (NLL). By the margin it
+        # is finite even where the label's probability is 0 in float64.
         confidence = probabilities.max(1)
-        margin = logits.max(1).astype(np.float64) - logits[np.arange(len(labels)), labels]
-        # finite even where the label's probability is 0 in float64
+        logits_of_labels = logits[np.arange(len(labels)), labels]
+        margin = logits.max(1).astype(np.float64) - logits_of_labels
         losses = margin - np.log(confidence)
-        # cross entropy without label smoothing: the negative log likelihood (NLL)
         self.loss = float(losses.mean())
-        wrong = np.flatnonzero(predicted != labels)
+
         # the most confident first
-        self.mistakes = wrong[np.argsort(-confidence[wrong], kind="stable")][:MAX_MISTAKES]
-        # each has its upper edge
-        bins = np.digitize(confidence, np.arange(1, NUM_BINS) / NUM_BINS, right=True)
-        sums = [
-            np.bincount(bins, weights, NUM_BINS)
-            for weights in (None, predicted == labels, confidence)
-        ]
-        # [3, 15] images, correct predictions and sum of the confidences in each bin
-        self.reliability = np.stack(sums)
+        wrong = np.flatnonzero(~is_correct)
+        order = np.argsort(-confidence[wrong], kind="stable")
+        self.mistakes = wrong[order][:MAX_MISTAKES]
+
+        # [3, 15] images, correct predictions and sum of the confidences in each bin; a bin has its
+        # upper edge
+        upper_edges = np.arange(1, NUM_BINS) / NUM_BINS
+        bins = np.digitize(confidence, upper_edges, right=True)
+        images = np.bincount(bins, None, NUM_BINS)
+        correct = np.bincount(bins, is_correct, NUM_BINS)
+        confidences = np.bincount(bins, confidence, NUM_BINS)
+        self.reliability = np.stack([images, correct, confidences])
+
         # The expected calibration error is the mean over the images of |accuracy - mean confidence|
         # of their bins.
-        self.ece = float(np.abs(sums[1] - sums[2]).sum()) / self.count
+        self.ece = float(np.abs(correct - confidences).sum()) / self.count
 
     def record(self) -> dict[str, Any]:
         """Return accuracy, loss and calibration as in result.json."""

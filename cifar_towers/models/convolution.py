@@ -46,29 +46,30 @@ def conv2d(
     the gradient to the images is a convolution with the turned kernel, because TensorFlow's takes
     up to four times as long.
     """
-    padding = padding.upper() if isinstance(padding, str) else padding
-    same = (
-        padding in ("SAME", even_padding(images.shape, kernel.shape))
-        and None not in images.shape[1:]
-    )
+    if isinstance(padding, str):
+        padding = padding.upper()
+    has_known_size = None not in images.shape[1:]
+    is_same = has_known_size and padding in ("SAME", even_padding(images.shape, kernel.shape))
     on_cpu = _on_cpu(images)
-    suitable = same and strides == 1 and on_cpu
-    if suitable and _suits_winograd(images, kernel):
-        height, width = (
-            images.shape[1:3]
-            if padding == "SAME"
-            else (size - size % 2 for size in images.shape[1:3])
-        )
+    is_suitable = is_same and strides == 1 and on_cpu
+
+    if is_suitable and _suits_winograd(images, kernel):
+        height, width = images.shape[1:3]
+        if padding != "SAME":  # without the last row or column of an odd size
+            height -= height % 2
+            width -= width % 2
         return winograd_conv2d(images, kernel, height, width)
-    faster = suitable and _suits_products(images, kernel)
-    if not faster and (not on_cpu or isinstance(padding, str) or strides != 1):
+
+    by_products = is_suitable and _suits_products(images, kernel)
+    pads_on_cpu = on_cpu and strides == 1 and not isinstance(padding, str)
+    if not by_products and not pads_on_cpu:
         return tf.nn.conv2d(images, kernel, strides, padding)
 
     @tf.custom_gradient
     def convolve(images: tf.Tensor, kernel: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             to_images = _image_gradient(images, upstream, kernel, padding)
-            if faster:
+            if by_products:
                 return to_images, _kernel_gradient(images, upstream, kernel.shape, padding)
             # oneDNN has no EXPLICIT form: 60 times as long in bfloat16
             padded = tf.pad(images, padding)
