@@ -39,7 +39,7 @@ from cifar_towers.runs.directory import (
     RunDirectory,
     assign,
     code_facts,
-    describe_differences,
+    describe_changed_facts,
 )
 from cifar_towers.signals import StopSignals
 from cifar_towers.training import build
@@ -296,7 +296,7 @@ class Training:
         self.health.restore(metadata)
         self.logger.smoothed_losses.restore(metadata)
         self.evaluations = metadata["evaluations"]
-        changes = describe_differences(metadata["facts"], self.facts)
+        changes = describe_changed_facts(metadata["facts"], self.facts)
         since = (
             f"; since then: {', '.join(changes)}, which changes what is computed" if changes else ""
         )

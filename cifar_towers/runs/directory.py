@@ -230,6 +230,20 @@ def saved_code(metadata: Mapping[str, Any]) -> dict[str, str]:
     return {name.removeprefix(CODE_OF): value for name, value in facts if name.startswith(CODE_OF)}
 
 
+def describe_changed_facts(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Return `name old -> new` for each fact about a run that has changed.
+
+    A file of the user's counts if both processes have imported it. If only one has, another file
+    was edited, or other code of that process has imported it.
+    """
+    missing = saved.keys() ^ current.keys()
+    left_out = {name for name in missing if name.startswith(CODE_OF)}
+    return describe_differences(
+        {name: value for name, value in saved.items() if name not in left_out},
+        {name: value for name, value in current.items() if name not in left_out},
+    )
+
+
 def assign(variables: Mapping[str, Any], values: Mapping[str, np.ndarray], directory: Path) -> None:
     """Assign the values of a checkpoint to variables of TensorFlow or Keras, by name.
 

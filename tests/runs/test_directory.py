@@ -225,6 +225,13 @@ def test_a_finished_run_has_no_result_of_code_that_was_edited_since(config, tmp_
         path.write_text("def mine(labels, logits):\n    return logits\n")
 
 
+def test_a_file_that_only_one_process_imported_is_no_change():
+    before = {"towers": 1, "code of model": "a" * 64, "code of model/blocks.py": "b" * 64}
+    after = {"towers": 2, "code of model": "c" * 64, "code of model/others.py": "d" * 64}
+    changed = directory_module.describe_changed_facts(before, after)
+    assert changed == ["towers 1 -> 2", "code of model aaaaaaaa -> cccccccc"]
+
+
 def test_overwrite_removes_what_a_run_wrote_and_nothing_else(config):
     save(config, 10)
     mine = ["notes.txt", "train/cat/1.png", "eval/table.csv", "export/model.onnx"]
