@@ -31,10 +31,14 @@ def processor_features() -> frozenset[str]:
     return frozenset(cpuinfo("flags", "Features").split())
 
 
+def processor_name() -> str:
+    """Return what the processor, or else its architecture, is called."""
+    return cpuinfo("model name") or platform.processor() or platform.machine()
+
+
 def describe_processor() -> str:
     """Return the processor's name and the instruction sets that kernels are chosen by."""
-    name = cpuinfo("model name") or platform.machine()
-    return " ".join([name, *sorted(processor_features() & VECTOR_FEATURES)])
+    return " ".join([processor_name(), *sorted(processor_features() & VECTOR_FEATURES)])
 
 
 @functools.cache

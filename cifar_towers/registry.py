@@ -185,7 +185,8 @@ _digests_at_import: dict[Path, str] = {}
 def _check_imported(asked: str, path: Path, source: str) -> None:
     """Raise UsageError if Python would not import what is in a function's folder now."""
     for imported in _imported_beside(path, source):
-        if _digests_at_import.get(imported, _sha256(imported)) != _sha256(imported):
+        known = _digests_at_import.get(imported)
+        if known and known != _sha256(imported):
             raise UsageError(f"{asked}: {imported} was edited after its import; restart Python")
 
     folder = _folder(path, source)

@@ -27,7 +27,7 @@ from cifar_towers.config.train_config import code_digests, recipe_fields
 from cifar_towers.data.dataset import DatasetInfo, Split
 from cifar_towers.errors import count
 from cifar_towers.evaluation.score import Evaluation, describe_score, reported_score, score_name
-from cifar_towers.hardware import available_cores, cpuinfo, gpu_names
+from cifar_towers.hardware import available_cores, gpu_names, processor_name
 from cifar_towers.registry import split_path
 from cifar_towers.reporting import figures
 from cifar_towers.reporting.console import Progress, ProgressStatus, format_seconds
@@ -452,7 +452,7 @@ def describe_machine() -> dict[str, Any]:
         ],
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "processor": cpuinfo("model name") or platform.processor() or platform.machine(),
+        "processor": processor_name(),
         "cores": available_cores(),
         "packages": {name: _version(name) for name in PACKAGES},
         "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "as TensorFlow chooses"),

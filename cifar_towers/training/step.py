@@ -148,7 +148,7 @@ class TowerStep:
         def augment(shard: Batch) -> Batch:
             return augment_shard(self.augmentation, shard, image_size)
 
-        def forward_backward(shard: Batch, weights: list, non_trainable: list) -> TowerResult:
+        def accumulate(shard: Batch, weights: list, non_trainable: list) -> TowerResult:
             def on_part(part: Batch) -> TowerResult:
                 return self.forward_backward(part, weights, non_trainable, groups)
 
@@ -158,10 +158,10 @@ class TowerStep:
         weights, non_trainable = self.state.read_variables()
         compile_augment = self.state.jit_compile and not self.augmentation.own
         augment = xla_compiled(augment, compile_augment)
-        forward_backward = xla_compiled(forward_backward, self.state.jit_compile)
+        accumulate = xla_compiled(accumulate, self.state.jit_compile)
 
         augmented = augment(shard)
-        return forward_backward(augmented, weights, non_trainable)
+        return accumulate(augmented, weights, non_trainable)
 
     def forward_backward(
         self,
