@@ -71,7 +71,7 @@ test-quick: .venv/dev-ready  ## run the tests that compile no net, in a minute
 	@$(MAKE) --no-print-directory test ARGS="-n 2 --dist worksteal $(QUICK) $(ARGS)"
 
 test: .venv/dev-ready  ## run the tests, in ten minutes or less on two cores; some: ARGS='-s -k ...'
-	@$(BIN)/python -m pytest -m 'not slow and not browser' $(or $(ARGS),-n 2 --dist worksteal)
+	@$(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist worksteal)
 
 test-long: .venv/dev-ready  ## run the tests and the slow ones, with whole recipes
 	@$(BIN)/python -m pytest -m 'not browser' $(or $(ARGS),-n 2 --dist worksteal)

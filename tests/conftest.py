@@ -13,7 +13,8 @@ if "CIFAR_TOWERS_TEST_ON_GPUS" not in os.environ:
 import pytest
 
 from cifar_towers.data import synthetic
-from tests.own_data import write_folder
+from tests.helpers import programs
+from tests.helpers.own_data import write_folder
 
 MAX_TOWERS = 4 if "CIFAR_TOWERS_TEST_ON_GPUS" in os.environ else 8
 
@@ -32,6 +33,13 @@ def pytest_configure(config):
         # no witness of float32 has 10 bits
         tf.config.experimental.enable_tensor_float_32_execution(False)
         make_towers(MAX_TOWERS)
+
+
+@pytest.fixture(autouse=True)
+def no_program_is_left():
+    """End every program that a test started, also when the test fails."""
+    yield
+    programs.end_all()
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cifar_towers.files import read_json
 from scripts.benchmark import NETS, measure_frameworks
-from tests.programs import COMMAND
+from tests.helpers.programs import COMMAND
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs/gpus.md"

@@ -20,8 +20,8 @@ from cifar_towers.data import cifar10, synthetic
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.errors import UsageError
 from cifar_towers.training import build
-from tests.configs import TINY_NET
-from tests.runs.short_runs import small_runs
+from tests.helpers.configs import TINY_NET
+from tests.helpers.short_runs import small_runs
 
 SETTINGS = {
     "model": TINY_NET,

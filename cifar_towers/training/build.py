@@ -33,7 +33,7 @@ from cifar_towers.training.distributed_step import (
     make_strategy,
 )
 from cifar_towers.training.hard_examples import PROXY, HardExamples
-from cifar_towers.training.losses import cross_entropy, make_loss
+from cifar_towers.training.losses import cross_entropy, make_loss, widened
 from cifar_towers.training.optimizers import make_optimizer
 from cifar_towers.training.setup import RunSetup
 from cifar_towers.training.state import TrainState
@@ -387,8 +387,9 @@ def load_loss(name: str, num_classes: int) -> Callable[[tf.Tensor, tf.Tensor], t
     function = load_function("loss", name)
 
     def loss(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+        logits = widened(logits)
         labels = labels if labels.shape.rank == 2 else tf.one_hot(labels, num_classes)
-        return function(labels=labels, logits=tf.cast(logits, tf.float32))
+        return function(labels=tf.cast(labels, logits.dtype), logits=logits)
 
     logits = tf.constant(
         np.random.default_rng(0).normal(size=[NUM_EXAMPLES, num_classes]), tf.float32

@@ -17,13 +17,17 @@ def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) 
 
     Labels are [B] classes or [B, C] probabilities.
     """
-    if logits.dtype.size == 2:  # a user's model may end in a 16-bit type
-        logits = tf.cast(logits, tf.float32)
+    logits = widened(logits)
     classes = logits.shape[-1]
     if labels.shape.rank == 1:
         labels = tf.one_hot(labels, classes, dtype=logits.dtype)
     targets = (1 - smoothing) * labels + smoothing / classes
     return tf.nn.softmax_cross_entropy_with_logits(targets, logits)
+
+
+def widened(logits: tf.Tensor) -> tf.Tensor:
+    """Return logits of a 16-bit type, in which a user's model may end, as float32."""
+    return tf.cast(logits, tf.float32) if logits.dtype.size == 2 else logits
 
 
 def make_loss(

@@ -22,9 +22,9 @@ from cifar_towers.errors import (
     UsageError,
     WorkerLostError,
 )
-from tests.configs import net
-from tests.messages import lines_with
-from tests.programs import call, finish, start
+from tests.helpers.configs import net
+from tests.helpers.messages import lines_with
+from tests.helpers.programs import call, finish, start
 
 ROOT = Path(__file__).parents[2]
 MODEL = f"--model={net('plain')}"
@@ -57,7 +57,8 @@ def main_here(monkeypatch):
 
 def wait_until(happened, timeout=90):
     deadline = time.monotonic() + timeout
-    while not happened() and time.monotonic() < deadline:
+    while not happened():
+        assert time.monotonic() < deadline, f"nothing happened within {timeout} seconds"
         time.sleep(0.05)
 
 

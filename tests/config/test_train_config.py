@@ -64,7 +64,7 @@ REFUSALS = {  # what a program's message must mention
         (["--strategy=multi_worker", "--seeds=0,1"], "strategy=multi_worker"),
         (["--overwrite", "--seeds=2,3"], "seeds=2,3"),
         (["--epochs=0"], "epochs=0.0 is too small"),
-        (["--loss=tests.nets:loss", "--label_smoothing=0.2"], "label_smoothing=0"),
+        (["--loss=tests.helpers.nets:loss", "--label_smoothing=0.2"], "label_smoothing=0"),
         (["--batch_statistics=synchronized", "--micro_batches=2"], "micro_batches"),
         (
             ["--strategy=mirrored", "--variable_placement=round_robin"],

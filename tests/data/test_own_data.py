@@ -9,8 +9,8 @@ from PIL import Image
 from cifar_towers.data import image_files, sources, synthetic
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.registry import PREFIXES
-from tests.messages import lines_with
-from tests.own_data import write_arrays, write_folder, write_table
+from tests.helpers.messages import lines_with
+from tests.helpers.own_data import write_arrays, write_folder, write_table
 
 TRAIN, TEST, VALIDATION = (
     synthetic.make(60, 0, 0),

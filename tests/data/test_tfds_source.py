@@ -7,7 +7,7 @@ import tensorflow as tf
 from cifar_towers.data import sources, synthetic
 from cifar_towers.data.dataset import CLASSES
 from cifar_towers.errors import DataError, UsageError
-from tests.messages import lines_with
+from tests.helpers.messages import lines_with
 
 IMAGES = synthetic.make(60, 0, 0).images[:, :20]
 

@@ -50,10 +50,9 @@ def main() -> int:
         harness.run(experiment, log, long=args.long)
     print(harness.summary(log))
 
-    untried = list(harness.UNTRIED)
-    untried += [e.name for e in chosen if not log.of(e.name, subjects.OURS)]
-    for line in untried:
-        print(f"NOT TRIED {line}")
+    untried = [experiment for experiment in chosen if not log.of(experiment.name, subjects.OURS)]
+    for experiment in untried:
+        print(f"NOT TRIED {experiment.name}: {experiment.missing or 'it has no trials'}")
     failed = [row for row in log.rows if not row["ok"] and row["subject"] == subjects.OURS]
     for row in failed:
         print(f"FAILED {row['fault']} {row['index']}: {row['details']}: {row['outcome']}")

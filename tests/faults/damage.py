@@ -250,10 +250,14 @@ def _change_records(rng: random.Random, records: list[bytes], fault: str) -> str
     return f"{fault} of record {one}"
 
 
-EXPERIMENTS = []
-if saving.EXPERIMENTS:
-    EXPERIMENTS.append(Experiment("damaged checkpoint", subjects.ALL, 60, 1000, damage_checkpoint))
-if cifar10.is_prepared(PREPARED):
-    EXPERIMENTS.append(Experiment("damaged data", (subjects.OURS,), 20, 500, damage_data))
-else:
-    harness.UNTRIED.append("no prepared CIFAR-10 in TFDS_DATA_DIR: its files are not damaged")
+EXPERIMENTS = [
+    Experiment("damaged checkpoint", subjects.ALL, 60, 1000, damage_checkpoint, saving.MISSING),
+    Experiment(
+        "damaged data",
+        (subjects.OURS,),
+        20,
+        500,
+        damage_data,
+        "" if cifar10.is_prepared(PREPARED) else "a prepared CIFAR-10 in TFDS_DATA_DIR",
+    ),
+]

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.faults.subjects import OURS
+
 FORK = multiprocessing.get_context("fork")
 TIMEOUT = 120.0  # seconds that no child takes
 
@@ -52,14 +54,12 @@ def check(guarantee: object, outcome: str) -> None:
         raise Failed(outcome)
 
 
-UNTRIED: list[str] = []  # why experiments cannot be made on this machine
-
-
 class Experiment(NamedTuple):
     """A kind of fault; `quick` and `long` are numbers of trials, or return for a subject what has
-    one trial each.
+    one trial each. Other subjects than ours have trials only with `--long`.
 
     `trial` fills in the details and returns the outcome, a category to count, or raises `Failed`.
+    `missing` is what this machine lacks for the experiment, which then has no trials.
     """
 
     name: str
@@ -67,6 +67,7 @@ class Experiment(NamedTuple):
     quick: int | Callable[[str], Sequence]
     long: int | Callable[[str], Sequence]
     trial: Callable[[Trial], str]
+    missing: str = ""
 
 
 class TrialLog:
@@ -90,7 +91,9 @@ class TrialLog:
 
 def run(experiment: Experiment, log: TrialLog, *, long: bool) -> None:
     """Run the trials of an experiment that are not in the log yet."""
-    for subject in experiment.subjects:
+    if experiment.missing:
+        return
+    for subject in experiment.subjects if long else {OURS}.intersection(experiment.subjects):
         count = experiment.long if long else experiment.quick
         count = len(count(subject)) if callable(count) else count
         done = {row["index"] for row in log.of(experiment.name, subject)}
@@ -177,6 +180,13 @@ class Child:
     def exit_code(self) -> int | None:
         """None while it runs; -number of the signal that ended it."""
         return self._process.exitcode
+
+    def wait_until(self, happened: Callable[[], object], what: str) -> None:
+        """Wait until something has happened; end the trial as failed if it has not in time."""
+        deadline = time.monotonic() + TIMEOUT
+        while not happened():
+            check(time.monotonic() < deadline, f"{what} within {TIMEOUT:.0f} s")
+            time.sleep(0.001)
 
     def wait(self, seconds: float = TIMEOUT) -> bool:
         """Whether it ends within these seconds. Polls, as `join` blocks on a child that called

@@ -25,7 +25,7 @@ from cifar_towers.runs import checkpoint
 from tests.faults import harness, hooks, subjects
 from tests.faults.harness import Child, Experiment, Trial, check
 from tests.faults.subjects import BACKUP, MANAGER, OURS
-from tests.programs import COMMAND
+from tests.helpers.programs import COMMAND
 
 STEPS = 30
 FLAGS = (

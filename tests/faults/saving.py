@@ -7,7 +7,6 @@ import functools
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 from tests.faults import harness, subjects, tracing
@@ -99,22 +98,22 @@ def _save(subject: str, root: Path, *options: str) -> tuple[Disk, list[tracing.C
         if child.exit_code not in (0, -signal.SIGKILL):
             raise RuntimeError(f"{subject} does not save: {child.output}")
         output = Path(f"{trace}.{child.pid}")
-        while "+++" not in output.read_text():  # until strace has written the end of the child
-            time.sleep(0.001)
+        child.wait_until(lambda: "+++" in output.read_text(), "strace has not written the end")
     return tracing.replay(output, root, MARKER)
 
 
+MISSING = "" if shutil.which("strace") else "strace, which traces and kills saves"
 EXPERIMENTS = [
-    Experiment("kill in a save", subjects.ALL, _calls_of_save, _calls_of_save, kill),
-    Experiment("power loss", subjects.ALL, 200, 5_000, functools.partial(lose_power, False)),
+    Experiment("kill in a save", subjects.ALL, _calls_of_save, _calls_of_save, kill, MISSING),
+    Experiment(
+        "power loss", subjects.ALL, 200, 5_000, functools.partial(lose_power, False), MISSING
+    ),
     Experiment(
         "power loss, older saves on disk",
         subjects.ALL,
         200,
         5_000,
         functools.partial(lose_power, True),
+        MISSING,
     ),
 ]
-if not shutil.which("strace"):
-    harness.UNTRIED.append("no strace: no save is traced or killed")
-    EXPERIMENTS.clear()

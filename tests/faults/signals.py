@@ -50,8 +50,8 @@ def interrupt_script(at_exit: bool, trial: Trial) -> str:
     """
     delay = trial.rng.uniform(0, 0.05) if at_exit else trial.rng.uniform(0.3, 3.0)
     with runs.train(OURS, trial.scratch, script=True) as run:
-        while at_exit and not run.weights and not run.wait(0.001):
-            pass
+        if at_exit:
+            run.wait_until(lambda: run.weights or run.exit_code is not None, "no result")
         run.wait(delay)
         return _send(trial, run, SIGNALS[trial.index % 2], script=True)
 

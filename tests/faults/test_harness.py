@@ -4,17 +4,28 @@ import pytest
 
 from tests.faults import __main__ as faults
 from tests.faults import harness
+from tests.faults.subjects import ALL, OURS
 
 
 def test_a_finished_trial_is_not_repeated(tmp_path):
     ran, path = [], tmp_path / "trials.jsonl"
     experiment = harness.Experiment(
-        "fault", ("ours",), 2, 3, lambda trial: ran.append(trial.index) or "held"
+        "fault", (OURS,), 2, 3, lambda trial: ran.append(trial.index) or "held"
     )
     harness.run(experiment, harness.TrialLog(path), long=False)
     path.write_text(path.read_text() + '{"fault": "fault", "sub')  # cut short
     harness.run(experiment, harness.TrialLog(path), long=True)
     assert ran == [0, 1, 2] and len(harness.TrialLog(path).rows) == 3
+
+
+@pytest.mark.parametrize(("long", "subjects"), [(False, [OURS]), (True, [*ALL])])
+def test_others_are_tried_with_long_only(tmp_path, long, subjects):
+    ran = []
+    experiment = harness.Experiment(
+        "fault", ALL, 1, 1, lambda trial: ran.append(trial.subject) or "held"
+    )
+    harness.run(experiment, harness.TrialLog(tmp_path / "trials.jsonl"), long=long)
+    assert ran == subjects
 
 
 def test_trials_that_are_not_made_are_no_success(monkeypatch, tmp_path, capsys):

@@ -18,7 +18,7 @@ from cifar_towers.inference.predict import predict_probabilities
 from cifar_towers.runs.checkpoint import checkpoint_path, write_checkpoint
 from cifar_towers.runs.run import load_run
 from cifar_towers.training import build
-from tests.runs import short_runs
+from tests.helpers import short_runs
 
 TRAIN, TEST = synthetic.make(200, 0, 0), synthetic.make(100, 0, 1)
 IMAGES = TEST.images[:7]

@@ -28,11 +28,11 @@ from cifar_towers.inference.evaluate import evaluate_checkpoint, format_evaluati
 from cifar_towers.inference.predict import TrainedModel, predict_images, predict_probabilities
 from cifar_towers.runs.checkpoint import list_checkpoints
 from examples import corruptions
-from tests import nets
-from tests.configs import TINY_NET
-from tests.own_data import write_arrays, write_folder
-from tests.runs.short_runs import run as train
-from tests.runs.short_runs import small_runs
+from tests.helpers import nets
+from tests.helpers.configs import TINY_NET
+from tests.helpers.own_data import write_arrays, write_folder
+from tests.helpers.short_runs import run as train
+from tests.helpers.short_runs import small_runs
 
 TRAIN, TEST = synthetic.make(400, 0, 0), synthetic.make(200, 0, 1)
 CONFIG = TrainConfig(

@@ -13,7 +13,7 @@ from PIL import Image
 from cifar_towers.inference import report
 from cifar_towers.reporting import figures
 from cifar_towers.runs.table import group_by_recipe, read_runs
-from tests.inference.example_runs import (
+from tests.helpers.example_runs import (
     CLASSES,
     change,
     make_run,
@@ -22,7 +22,7 @@ from tests.inference.example_runs import (
     read_result,
     write_records,
 )
-from tests.programs import call
+from tests.helpers.programs import call
 
 HOSTILE = "<script>alert('1')</script><img src=http://evil.example/x.png onerror=\"x()\">&amp;\"'\n"
 RAW, TTA, REPORTED = (

@@ -18,10 +18,10 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.config.flags import parse_command_line
 from cifar_towers.multi_worker.launcher import free_addresses
 from cifar_towers.runs.checkpoint import find_checkpoint, read_checkpoint, step_of
-from tests import programs
-from tests.configs import net
-from tests.messages import lines_with
-from tests.runs.short_runs import run
+from tests.helpers import programs
+from tests.helpers.configs import net
+from tests.helpers.messages import lines_with
+from tests.helpers.short_runs import run
 
 start = functools.partial(programs.start, stderr=subprocess.STDOUT)
 

@@ -17,9 +17,9 @@ from cifar_towers.reporting.phase_timer import PhaseTimer
 from cifar_towers.reporting.run_logger import RunLogger, memory_usage
 from cifar_towers.towers import Tower
 from cifar_towers.training.setup import RunSetup
-from tests.configs import recipe
-from tests.messages import lines_with
-from tests.runs.short_runs import events_of
+from tests.helpers.configs import recipe
+from tests.helpers.messages import lines_with
+from tests.helpers.short_runs import events_of
 
 ROOT = Path(__file__).parents[2]
 TOWERS = [Tower(0, "/CPU:0")]

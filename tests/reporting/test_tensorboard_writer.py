@@ -9,7 +9,7 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
 from cifar_towers.reporting.tensorboard_writer import TensorBoardWriter
-from tests.runs.short_runs import events_of, png_of, tensors_of
+from tests.helpers.short_runs import events_of, png_of, tensors_of
 
 SETTINGS = {"recipe": "speed94", "lr": 0.25, "batch_size": 512, "ema": True}
 

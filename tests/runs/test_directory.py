@@ -23,7 +23,7 @@ from cifar_towers.runs.checkpoint import (
     write_checkpoint,
 )
 from cifar_towers.runs.directory import RunDirectory, code_facts, open_run
-from tests.messages import lines_with
+from tests.helpers.messages import lines_with
 
 VALUES = {"model.kernel": np.ones([2, 2], np.float32), "step": np.int64(0)}
 

@@ -8,7 +8,7 @@ import pytest
 from cifar_towers.errors import UsageError
 from cifar_towers.runs import table
 from cifar_towers.runs.table import STUDENT_T, Sample, describe_difference
-from tests.inference.example_runs import (
+from tests.helpers.example_runs import (
     change,
     make_run,
     make_runs,
@@ -16,7 +16,7 @@ from tests.inference.example_runs import (
     write_records,
     write_scores,
 )
-from tests.programs import call
+from tests.helpers.programs import call
 
 KEYS = """run recipe data seed towers state step split weights accuracy tta_accuracy images_per_sec
     minutes revision"""  # of `runs --json`

@@ -9,8 +9,8 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.config.flags import parse_command_line
 from cifar_towers.runs.checkpoint import checkpoint_path, write_checkpoint
 from scripts import compare as program
-from tests.inference.example_runs import change, make_run, read_records, write_records
-from tests.messages import lines_with
+from tests.helpers.example_runs import change, make_run, read_records, write_records
+from tests.helpers.messages import lines_with
 
 EVALUATION = {
     "kind": "eval",

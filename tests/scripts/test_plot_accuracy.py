@@ -4,7 +4,7 @@ import pytest
 
 from cifar_towers.runs.table import read_runs
 from scripts.plot_accuracy import draw
-from tests.inference.example_runs import STEPS, make_run
+from tests.helpers.example_runs import STEPS, make_run
 
 
 def test_a_run_is_a_line_without_tta_and_a_star_with_it(tmp_path):

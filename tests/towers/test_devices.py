@@ -85,9 +85,11 @@ def test_a_worker_of_a_cluster_has_one_tower_on_its_cpu(monkeypatch):
     )
     for name in ("set_inter_op_parallelism_threads", "set_intra_op_parallelism_threads"):
         monkeypatch.setattr(tf.config.threading, name, lambda count: None)
-    assert make_towers(multi_worker=True, soft_placement=False) == [Tower(0, "/CPU:0")]
+    try:
+        assert make_towers(multi_worker=True, soft_placement=False) == [Tower(0, "/CPU:0")]
+    finally:
+        tf.config.set_soft_device_placement(True)
     assert configured == [1]
-    tf.config.set_soft_device_placement(True)
 
 
 @pytest.mark.parametrize("allowed", [False, True])

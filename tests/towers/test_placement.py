@@ -15,7 +15,7 @@ from cifar_towers.towers import Tower, placement_report, run_on_towers, variable
 from cifar_towers.towers.placement import PLACEMENTS, pin_to_device, short_device
 from cifar_towers.training import build
 from cifar_towers.training.optimizers import make_optimizer
-from tests.configs import recipe
+from tests.helpers.configs import recipe
 
 
 def device_indices(variables):

@@ -9,8 +9,8 @@ from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.errors import UsageError
 from cifar_towers.training import build
 from cifar_towers.training.hard_examples import gather_rows
-from tests.configs import TINY_NET
-from tests.training.runs import Run
+from tests.helpers.configs import TINY_NET
+from tests.helpers.step_runs import StepRun
 
 HARDEST = {"model": TINY_NET, "shift": 0, "batch_size": 16, "hard_example_pool": 32, "crop": 20}
 HARDEST |= {"learning_rate": 0.5, "momentum": 0.8, "label_smoothing": 0.2, "whitening_images": 60}
@@ -41,9 +41,11 @@ def test_training_uses_the_examples_with_the_highest_proxy_losses(
     """Step by step the same as two trainings apart: of the small net on all, of the large one on
     those alone whose losses, by the small net as it is before the step, are the highest.
     """
-    both = Run(towers(2), examples, make_config(ema_decay=0.9, **settings))
-    small = Run(towers(2), examples, build.proxy_config(both.config))
-    alone = Run(towers(2), examples, make_config(hard_example_pool=0, ema_decay=0.9, **settings))
+    both = StepRun(towers(2), examples, make_config(ema_decay=0.9, **settings))
+    small = StepRun(towers(2), examples, build.proxy_config(both.config))
+    alone = StepRun(
+        towers(2), examples, make_config(hard_example_pool=0, ema_decay=0.9, **settings)
+    )
     for number in range(STEPS):
         batch = both.batches.at(number)
         by_hand = losses(small, batch, parts)
@@ -79,7 +81,7 @@ def losses(run, batch, parts):
 
 
 def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples):
-    run = Run(towers(2), examples, make_config())
+    run = StepRun(towers(2), examples, make_config())
     kernel = run.hard_examples.proxy.weights[1]
     kernel.assign(tf.fill(kernel.shape, np.inf))
     before = run.values()

@@ -11,9 +11,9 @@ import tensorflow as tf
 from tensorflow.python.util import pywrap_xla_ops
 
 from cifar_towers.config import TrainConfig
-from tests import operations
-from tests.configs import recipe
-from tests.training.runs import Run
+from tests.helpers import operations
+from tests.helpers.configs import recipe
+from tests.helpers.step_runs import StepRun
 
 ALL_PARTS = {
     "model": f"{__file__}:without_dropout",
@@ -58,7 +58,7 @@ def after_steps(towers, examples, precision="float32", **settings):
     """Return all variables after six steps, in which slow weights were taken once, and the last
     metrics.
     """
-    run = Run(towers, examples, TrainConfig(**ALL_PARTS | settings), precision)
+    run = StepRun(towers, examples, TrainConfig(**ALL_PARTS | settings), precision)
     metrics = [run.step(number) for number in range(6)]
     return run.values(), metrics[-1]
 
@@ -93,8 +93,8 @@ def test_compiled_equals_not_compiled(towers, examples, count, settings):
 @pytest.mark.gpu
 def test_compiled_towers_equal_one_not_compiled(towers, examples):
     config = TrainConfig(model=f"{__file__}:without_norm", batch_size=24, learning_rate=0.05)
-    one = Run(towers(1), examples, config)
-    three = Run(towers(3), examples, dataclasses.replace(config, jit_compile=True))
+    one = StepRun(towers(1), examples, config)
+    three = StepRun(towers(3), examples, dataclasses.replace(config, jit_compile=True))
     for number in range(3):
         losses = [run.step(number).loss for run in (one, three)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
@@ -107,7 +107,7 @@ def test_compiled_towers_equal_one_not_compiled(towers, examples):
 def traced(towers, examples, name, precision="float32", **settings):
     """Return the traced functions of a recipe's first image size, while all groups are trained."""
     config = recipe(name, batch_size=12, whitening_images=60, **settings)
-    return Run(towers, examples, config, precision).traced()
+    return StepRun(towers, examples, config, precision).traced()
 
 
 @pytest.mark.parametrize("name", ["cifarnet", "speed94"])

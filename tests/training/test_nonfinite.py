@@ -12,9 +12,9 @@ import tensorflow as tf
 from cifar_towers.runs.checkpoint import first_nonfinite
 from cifar_towers.training.diagnostics import Health, describe_nonfinite
 from cifar_towers.training.runner import FinishedStep
-from tests.configs import TINY_NET, recipe
-from tests.messages import lines_with
-from tests.training.runs import Run
+from tests.helpers.configs import TINY_NET, recipe
+from tests.helpers.messages import lines_with
+from tests.helpers.step_runs import StepRun
 
 NET = recipe(
     "smoke", crop=20, shift=0, batch_size=24, whitening_images=60, ema_decay=0.9, lookahead=True
@@ -32,7 +32,7 @@ def same(before, after):
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())) or "towers")
 def test_nonfinite_step_changes_nothing_and_names_its_tower(towers, examples, way):
-    run = Run(towers(2), examples, replace(NET, **way))
+    run = StepRun(towers(2), examples, replace(NET, **way))
     rates, batch = run.rates(rate=0.01), run.batches.at(0)
     assert run.step(0, batch, rates).updated
     before = run.values()

@@ -11,8 +11,8 @@ from tensorflow.python.eager import context
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.towers.placement import HOST, short_device
-from tests.programs import COMMAND
-from tests.training.runs import Run
+from tests.helpers.programs import COMMAND
+from tests.helpers.step_runs import StepRun
 
 pytestmark = pytest.mark.gpu
 ASSIGNMENTS = ("AssignVariableOp", "AssignSubVariableOp", "AssignAddVariableOp")
@@ -53,7 +53,7 @@ def test_a_step_ran_where_the_policy_says(towers, examples, policy):
         "whitening_images": 20,
         "whitening_epochs": 1,
     }
-    run = Run(on_towers, examples, TrainConfig(variable_placement=policy, **settings))
+    run = StepRun(on_towers, examples, TrainConfig(variable_placement=policy, **settings))
     devices = partitions(lambda: run.step(0), 4)
     work = {device: sum("Conv2D" in node.op for node in nodes) for device, nodes in devices.items()}
     assert {device for device, count in work.items() if count} == {

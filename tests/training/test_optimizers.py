@@ -90,6 +90,20 @@ def test_weight_decay_takes_the_same_fraction_of_every_group(state):
         )
 
 
+def test_the_rate_of_every_role_follows_its_schedule():
+    """The whitening's falls to 0 within its own epochs, after which the layer is not trained."""
+    settings = OptimizerSettings(
+        learning_rate_schedule="linear:0=0.5,50%=1,100%=0", whitening_epochs=0.4, **RATES
+    )
+    optimizer = make_optimizer(settings, convolutions(), LENGTH, is_speednet=True)
+    factors = {0: (0.5, 1), 1: (0.6, 0.75), 3: (0.8, 0.25), 5: (1, 0), 6: (0.8, 0), 9: (0.2, 0)}
+    for step, (factor, factor_of_whitening) in factors.items():
+        expected = {"kernels": 0.2 * factor, "biases": 0.4 * factor, "head": 0.5 * factor}
+        if factor_of_whitening:
+            expected["whitening"] = 0.8 * factor_of_whitening
+        assert optimizer.learning_rates(step) == pytest.approx(expected, rel=1e-6)
+
+
 def test_without_a_gradient_or_a_rate_a_variable_and_its_slots_rest(state):
     gradients = [
         None if variable_name(w) == "conv/kernel" else tf.ones_like(w) for w in state.weights
@@ -287,9 +301,11 @@ def test_momentum_and_weight_decay_are_summed_in_one_order():
         autograph=False,
     )
     context.context().enable_graph_collection()
-    moved = compute(tf.ones([8, 8]))
-    graphs = context.context().export_run_metadata().function_graphs
-    context.context().disable_graph_collection()
+    try:
+        moved = compute(tf.ones([8, 8]))
+        graphs = context.context().export_run_metadata().function_graphs
+    finally:
+        context.context().disable_graph_collection()
     sums = [
         node
         for graph in graphs

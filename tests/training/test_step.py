@@ -17,9 +17,9 @@ from cifar_towers.training import build
 from cifar_towers.training.losses import OWN
 from cifar_towers.training.runner import StepInput, StepRunner
 from cifar_towers.training.step import StepGradients, StepMetrics
-from tests import operations
-from tests.configs import TINY_NET, net, recipe
-from tests.training.runs import Run
+from tests.helpers import operations
+from tests.helpers.configs import TINY_NET, net, recipe
+from tests.helpers.step_runs import StepRun
 
 STEPS = 3
 RATES = {
@@ -33,7 +33,7 @@ cifarnet = partial(recipe, "cifarnet", batch_size=24, epochs=8, **RATES)
 
 def trained(towers, examples, precision, steps, **settings):
     """Return the state after all steps, and the metrics of the last."""
-    run = Run(towers, examples, cifarnet(**settings), precision)
+    run = StepRun(towers, examples, cifarnet(**settings), precision)
     metrics = [run.step(number) for number in range(steps)]
     return run.state, metrics[-1]
 
@@ -122,7 +122,7 @@ def test_gpus_can_run_every_operation_of_a_tower(towers, examples, name, precisi
     every step.
     """
     last = dataclasses.replace(towers(2)[1], index=0)  # not on the host's device
-    run = Run(
+    run = StepRun(
         [last],
         examples,
         recipe(name, batch_size=12, variable_placement="round_robin", **settings),
@@ -140,7 +140,7 @@ def test_gpus_can_run_every_operation_of_a_tower(towers, examples, name, precisi
 
 
 def test_micro_batches_hold_the_gradients_of_one_part_and_the_sum(towers, examples):
-    run = Run(towers(1), examples, TrainConfig(model=TINY_NET, batch_size=8, micro_batches=4))
+    run = StepRun(towers(1), examples, TrainConfig(model=TINY_NET, batch_size=8, micro_batches=4))
     graph = run.train_step.get_concrete_function(run.batches.at(0), run.rates()).graph
     shapes = [tuple(weight.shape) for weight in run.state.weights if weight.shape.rank > 1]
     sums = [
@@ -168,7 +168,7 @@ def test_operations_are_on_their_tower_or_beside_their_variable(towers, examples
         dataclasses.replace(tower, device=f"/CPU:{tower.index + 1}") for tower in towers(4)
     ]
     settings = {"model": "speednet94", "optimizer": "muon", "batch_size": 8, "whitening_images": 50}
-    run = Run(on_devices, examples, TrainConfig(variable_placement=policy, **settings))
+    run = StepRun(on_devices, examples, TrainConfig(variable_placement=policy, **settings))
     function = run.train_step.get_concrete_function(run.batches.at(0), run.rates(0))
     made = function.graph.get_operations()
     kernels = [weight for weight in run.state.weights if weight.shape.rank == 4]
@@ -232,7 +232,7 @@ def test_frozen_groups_get_no_gradient_and_change_nothing_else(towers, examples,
     )
     weights, backward = [], []
     for rests in (False, True):
-        run = Run(towers(2), examples, config)
+        run = StepRun(towers(2), examples, config)
         assert "whitening" in run.rates(1) and "whitening" not in run.rates(2)
         rates = run.rates(2)
         if not rests:
@@ -280,7 +280,7 @@ def test_model_losses_are_added_once(towers, examples):
 
 def test_a_step_of_cifarnet_is_that_of_earlier_versions(towers):
     """In float64, from the weights of seed 0: a run goes on with it after an update."""
-    run = Run(
+    run = StepRun(
         towers(1), synthetic.make(60, 0, 0), recipe("cifarnet", batch_size=12), precision="float64"
     )
     metrics = run.step(0)

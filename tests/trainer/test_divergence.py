@@ -9,8 +9,8 @@ import tensorflow as tf
 from cifar_towers.data.batches import Batches
 from cifar_towers.errors import DivergedError, Interrupted
 from cifar_towers.runs.checkpoint import list_checkpoints, read_checkpoint
-from tests.messages import lines_with
-from tests.runs.short_runs import TINY, StopAtStep, records_of, run
+from tests.helpers.messages import lines_with
+from tests.helpers.short_runs import TINY, StopAtStep, records_of, run
 
 WITH_BRIGHTNESS = replace(TINY, brightness=1e-30, num_gpus=2)  # inject_nan sets the brightness
 

@@ -10,8 +10,8 @@ import pytest
 from cifar_towers.errors import Interrupted
 from cifar_towers.runs.checkpoint import find_checkpoint, read_checkpoint, step_of
 from scripts.compare import compare_runs
-from tests.messages import lines_with
-from tests.runs.short_runs import (
+from tests.helpers.messages import lines_with
+from tests.helpers.short_runs import (
     QUICK,
     TINY,
     StopAtStep,

@@ -10,7 +10,7 @@ from cifar_towers.training.runner import to_numpy
 from cifar_towers.training.setup import RunSetup
 
 
-class Run:
+class StepRun:
     """The steps of a run of 100 steps, on the towers of the test."""
 
     def __init__(self, towers, examples, config, precision="float32"):

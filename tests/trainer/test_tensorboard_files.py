@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers.data import synthetic
-from tests.configs import recipe
-from tests.runs.short_runs import TINY, events_of, run, small_runs, tensors_of
+from tests.helpers.configs import recipe
+from tests.helpers.short_runs import TINY, events_of, run, small_runs, tensors_of
 
 TAGS = {"loss", "accuracy", "health/gradient_norm", "health/skipped_steps"}
 TAGS |= {

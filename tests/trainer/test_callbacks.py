@@ -13,8 +13,8 @@ from cifar_towers.reporting.run_logger import RunLogger
 from cifar_towers.runs.checkpoint import list_checkpoints, step_of
 from cifar_towers.signals import StopSignals
 from cifar_towers.training import runner
-from tests.messages import lines_with
-from tests.runs.short_runs import STEPS, TINY, Recorder, records_of, run
+from tests.helpers.messages import lines_with
+from tests.helpers.short_runs import STEPS, TINY, Recorder, records_of, run
 
 
 def test_a_callback_is_told_all_that_is_recorded(tiny_run):

@@ -17,7 +17,7 @@ from cifar_towers.models import user_model
 from cifar_towers.reporting import figures
 from cifar_towers.runs.checkpoint import checkpoint_path, list_checkpoints
 from cifar_towers.signals import StopSignals
-from tests.configs import TINY_NET, recipe
+from tests.helpers.configs import TINY_NET, recipe
 
 QUICK = recipe(
     "smoke",

@@ -13,13 +13,12 @@ from PIL import Image
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.flags import parse_command_line
 from cifar_towers.data import sources, synthetic
-from tests.own_data import write_arrays, write_folder, write_table
-from tests.programs import call
-from tests.runs import short_runs
-from tests.test_makefile import make
-from tests.test_readme import CONFIGS
+from tests.docs.test_readme import CONFIGS
+from tests.helpers import short_runs
+from tests.helpers.own_data import write_arrays, write_folder, write_table
+from tests.helpers.programs import call, make
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [(ROOT / f"docs/{name}.md").read_text() for name in ("training", "your-own", "inference")]
 BLOCKS = [block for page in PAGES for block in re.findall(r"^```\w*\n(.*?)^```", page, re.S | re.M)]
 COMMANDS = [

@@ -22,10 +22,10 @@ from cifar_towers.inference.report import render
 from cifar_towers.runs.checkpoint import find_checkpoint, read_checkpoint
 from cifar_towers.runs.table import describe, format_table, read_runs
 from cifar_towers.training.build import make_image_size_fn, setup_devices
-from tests.configs import TINY_NET
-from tests.messages import lines_with
-from tests.programs import call
-from tests.runs.short_runs import STEPS, TINY, records_of, run
+from tests.helpers.configs import TINY_NET
+from tests.helpers.messages import lines_with
+from tests.helpers.programs import call
+from tests.helpers.short_runs import STEPS, TINY, records_of, run
 
 
 def test_records_of_steps(tiny_run):

@@ -11,7 +11,7 @@ import pytest
 from cifar_towers.data import synthetic
 from cifar_towers.data.image_files import resize_all
 from cifar_towers.runs.checkpoint import list_checkpoints
-from tests.runs.short_runs import QUICK, TINY, Recorder, run, small_runs
+from tests.helpers.short_runs import QUICK, TINY, Recorder, run, small_runs
 
 
 @functools.cache

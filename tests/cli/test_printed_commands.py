@@ -9,9 +9,9 @@ from PIL import Image
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.reporting.run_logger import next_commands
-from tests.programs import call
+from tests.helpers.programs import call
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_printed_commands_run_when_pasted(tmp_path, small_folder, monkeypatch, capsys):
@@ -25,7 +25,7 @@ def test_printed_commands_run_when_pasted(tmp_path, small_folder, monkeypatch, c
     # of an environment that is not activated
     monkeypatch.setattr(sys, "executable", str(bin / "python"))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    shutil.copy(ROOT / "tests/nets.py", place / "my net.py")
+    shutil.copy(ROOT / "tests/helpers/nets.py", place / "my net.py")
     Image.new("RGB", (32, 32), "red").save(place / "picture.jpg")
     (place / "the pictures").symlink_to(small_folder.removeprefix("folder:"))
     monkeypatch.chdir(place)

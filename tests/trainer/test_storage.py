@@ -1,15 +1,17 @@
 """Full disks in a whole run; test_directory.py has the rest."""
 
 import json
+from signal import SIGTERM
 from unittest.mock import DEFAULT, Mock
 
 import pytest
 
-from cifar_towers.errors import RunError
+from cifar_towers.errors import Interrupted, RunError
 from cifar_towers.runs import directory as directory_module
 from cifar_towers.runs.checkpoint import list_checkpoints
-from tests.messages import lines_with
-from tests.runs.short_runs import TINY, run
+from cifar_towers.signals import StopSignals
+from tests.helpers.messages import lines_with
+from tests.helpers.short_runs import TINY, run
 
 NO_SPACE = OSError(28, "No space left on device")
 
@@ -23,6 +25,31 @@ def test_a_last_step_that_cannot_be_saved_is_an_error_after_its_score(
     assert not (tmp_path / "result.json").exists() and lines_with(
         capsys.readouterr().out, "test ", "%"
     )
+
+
+def test_the_last_step_is_saved_after_its_score_if_it_could_not_be_before(tmp_path, monkeypatch):
+    full = Mock(side_effect=[NO_SPACE, DEFAULT], wraps=directory_module.write_checkpoint)
+    monkeypatch.setattr(directory_module, "write_checkpoint", full)
+    result = run(TINY, tmp_path, max_steps=2)
+    assert result["failed_saves"] == 1 and full.call_count == 2
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-2.npz"]
+    assert json.loads((tmp_path / "result.json").read_text())["step"] == 2
+
+
+def test_a_signal_during_the_last_save_ends_the_run_before_its_score(tmp_path, monkeypatch):
+    signals = StopSignals(())
+    write = directory_module.write_checkpoint
+
+    def write_with_signal(*arguments):
+        signals.received = SIGTERM
+        write(*arguments)
+
+    monkeypatch.setattr(directory_module, "write_checkpoint", write_with_signal)
+    with pytest.raises(Interrupted, match="saved step 2") as caught:
+        run(TINY, tmp_path, signals, max_steps=2)
+    assert caught.value.exit_code == 128 + SIGTERM
+    assert not (tmp_path / "result.json").exists()
+    assert run(TINY, tmp_path, max_steps=2)["step"] == 2
 
 
 def test_a_run_stays_in_its_directory_when_the_users_code_changes_the_current_one(

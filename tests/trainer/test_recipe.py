@@ -4,7 +4,7 @@ import pytest
 
 from cifar_towers import api
 from cifar_towers.signals import StopSignals
-from tests.configs import recipe
+from tests.helpers.configs import recipe
 
 
 @pytest.mark.slow

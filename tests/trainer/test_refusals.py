@@ -8,9 +8,9 @@ import pytest
 from cifar_towers.config.programs import TrainedRunConfig
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.inference.predict import TrainedModel
-from tests.runs.short_runs import QUICK, TINY, run
+from tests.helpers.short_runs import QUICK, TINY, run
 
-NETS = Path(__file__).parents[1] / "nets.py"
+NETS = Path(__file__).parents[1] / "helpers/nets.py"
 
 
 def test_images_that_do_not_reach_the_size_of_the_evaluation_are_refused(tmp_path):

@@ -8,7 +8,7 @@ from cifar_towers.config.flags import make_config
 
 
 def net(name):
-    """Return the value of `--model` for a function of tests/nets.py."""
+    """Return the value of `--model` for a function of tests/helpers/nets.py."""
     return f"{Path(__file__).with_name('nets.py')}:{name}"
 
 

@@ -10,9 +10,9 @@ import pytest
 from cifar_towers.cli.main import PROGRAMS
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.flags import flag_settings, recipe_flagfile, recipe_names
-from tests.messages import words_and_numbers
+from tests.helpers.messages import assert_prints_the_same
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LOG = sorted((ROOT / "docs/log").glob("*.md"))
 README, PAGES = FILES[0].read_text(), "".join(path.read_text() for path in FILES)
@@ -45,11 +45,7 @@ def test_examples_print_their_comments(code, capsys):
     expected = "\n".join(
         line.removeprefix("# ") for line in code.splitlines() if line.startswith("# ")
     )
-    (words, numbers), (expected_words, expected_numbers) = map(
-        words_and_numbers, (printed, expected)
-    )
-    assert words == expected_words
-    assert numbers == pytest.approx(expected_numbers, rel=1e-3, abs=2e-3)
+    assert_prints_the_same(printed, expected, rel=1e-3)
     if "41,157,101" in code:
         one, two = (line.split(":")[1] for line in printed.splitlines())
         assert one == two

@@ -12,7 +12,7 @@ from PIL import Image
 from cifar_towers.callbacks import Callbacks
 from cifar_towers.data import sources, synthetic
 from cifar_towers.runs.run import load_run
-from tests.runs.short_runs import records_of
+from tests.helpers.short_runs import records_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/reference.md").read_text()
