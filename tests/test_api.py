@@ -51,15 +51,20 @@ def run(tmp_path_factory):
 
 
 def test_a_run_has_its_records_and_is_evaluated_and_loaded(run):
-    assert [record["step"] for record in run.history] == list(range(1, 9)) and run.result[
-        "step"
-    ] == 8
-    assert run.config["batch_size"] == 50 and run.evaluations[-1]["split"] == "test"
+    assert [record["step"] for record in run.history] == list(range(1, 9))
+    assert run.result["step"] == 8
+    assert run.config["batch_size"] == 50
+    assert run.evaluations[-1]["split"] == "test"
+
     score = run.evaluate(**OF_RUN)
-    assert run.evaluate(model=TINY_NET) == score and score["precision"] == "float32"
-    assert score["count"] == 100 and score["accuracy"] == run.result["evaluations"][-1]["accuracy"]
+    assert run.evaluate(model=TINY_NET) == score
+    assert score["precision"] == "float32"
+    assert score["count"] == 100
+    assert score["accuracy"] == run.result["evaluations"][-1]["accuracy"]
+
     loaded = cifar_towers.load_run(str(run.directory))
-    assert loaded.history == run.history and loaded.result == run.result
+    assert loaded.history == run.history
+    assert loaded.result == run.result
     assert run.class_names == [*score["per_class"]]
 
 
@@ -76,7 +81,9 @@ def test_a_second_training_in_the_process_is_refused(tmp_path):
     settings = SETTINGS | {"max_steps": 2}
     for name in ("first", "third"):
         cifar_towers.train(train_dir=tmp_path / name, callbacks=[train_another], **settings)
-    assert len(refused) == 4 and "in its own process" in refused[0]
+
+    assert len(refused) == 4
+    assert "in its own process" in refused[0]
     assert not (tmp_path / "second").exists()
 
 
@@ -86,7 +93,8 @@ def test_a_run_in_a_relative_directory_keeps_its_records_in_another_directory(
     monkeypatch.chdir(run.directory.parent)
     loaded = cifar_towers.load_run(run.directory.name)
     monkeypatch.chdir(tmp_path)
-    assert loaded.history == run.history and loaded.result == run.result
+    assert loaded.history == run.history
+    assert loaded.result == run.result
 
 
 def test_a_run_that_goes_on_after_its_result_has_none(run, tmp_path):
@@ -100,20 +108,26 @@ def test_a_run_that_goes_on_after_its_result_has_none(run, tmp_path):
 def test_arrays_files_folders_the_model_and_its_export_have_the_same_probabilities(
     run, small_set, tmp_path
 ):
-    images, labels = small_set[1].images, small_set[1].labels
+    images = small_set[1].images
+    labels = small_set[1].labels
     probabilities = run.predict(images, **OF_RUN)
+
     assert (probabilities.argmax(1) == labels).mean() == pytest.approx(
         run.result["evaluations"][-1]["accuracy"]
     )
+
     paths = [tmp_path / f"{index}.png" for index in range(3)]
     for path, image in zip(paths, images, strict=False):
         Image.fromarray(image).save(path)
     for some, count in ((images[:30], 30), (paths, 3), (tmp_path, 3), (paths[0], 1)):
         np.testing.assert_allclose(run.predict(some, **OF_RUN), probabilities[:count], atol=1e-6)
     of_levels = run.model(model=TINY_NET).predict(images[:30], verbose=0)
+
     np.testing.assert_allclose(of_levels, probabilities[:30], atol=1e-5)
+
     run.export(format="keras", out=tmp_path / "exported", check=30, model=TINY_NET)
     exported = keras.models.load_model(tmp_path / "exported" / "model.keras")
+
     np.testing.assert_allclose(
         exported.predict(images[:30], verbose=0), probabilities[:30], atol=1e-5
     )
@@ -130,6 +144,7 @@ def test_reading_a_run_seeds_nothing_and_names_no_layer_anew(run, small_set):
     first, name = draw()
     run.predict(small_set[1].images[:2], **OF_RUN)
     second, other_name = draw()
+
     assert [first, second] == expected
     assert name != other_name
 
@@ -142,11 +157,13 @@ def test_a_training_seeds_the_random_numbers_of_the_process(run):
         random.seed()
         build.make_model(TrainConfig(seed=3), "float32", CIFAR10, synthetic.make(20, 0, 0))
         numbers.append(random.random())
+
     assert numbers[0] == numbers[1] != other
 
 
 def test_the_settings_of_the_callers_keras_change_nothing_and_are_kept(run, small_set):
-    images, models = small_set[1].images[:30], []
+    images = small_set[1].images[:30]
+    models = []
     caller = {
         "dtype_policy": "mixed_bfloat16",
         "floatx": "float16",
@@ -168,6 +185,7 @@ def test_the_settings_of_the_callers_keras_change_nothing_and_are_kept(run, smal
     finally:
         for name, value in defaults.items():
             getattr(keras.config, f"set_{name}")(value)
+
     np.testing.assert_array_equal(*(model.predict(images, verbose=0) for model in models))
 
 
@@ -202,16 +220,15 @@ def test_an_interrupt_saves_and_the_same_call_resumes_to_the_same_bits(run, tmp_
     stopped = cifar_towers.train(
         train_dir=started, overwrite=True, callbacks=[interrupt], **SETTINGS
     )
-    assert stopped.result is None and 3 <= stopped.history[-1]["step"] < 8
-    assert (
-        signal.getsignal(signal.SIGINT) is before
-        and "without --overwrite" in capsys.readouterr().out
-    )
+
+    assert stopped.result is None
+    assert 3 <= stopped.history[-1]["step"] < 8
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "without --overwrite" in capsys.readouterr().out
+
     resumed = cifar_towers.train(train_dir=started, **SETTINGS)
-    assert (
-        resumed.result["weights_sha256"] == run.result["weights_sha256"]
-        and "resuming" in capsys.readouterr().out
-    )
+    assert resumed.result["weights_sha256"] == run.result["weights_sha256"]
+    assert "resuming" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("level", "is_shown"), [(logging.NOTSET, True), (logging.WARNING, False)])
@@ -229,12 +246,16 @@ def test_the_log_is_printed_although_a_library_has_logged_a_warning(
     # logs which data set it takes, and that the run is complete
     cifar_towers.train(train_dir=run.directory, **SETTINGS | {"dataset": "auto"})
     out, err = capsys.readouterr()
-    assert (str(run.directory) in out) == is_shown and err == "WARNING:root:theirs\n"
+
+    assert (str(run.directory) in out) == is_shown
+    assert err == "WARNING:root:theirs\n"
     assert ("dataset=auto is synthetic" in out) == is_shown
-    assert logger.level == level and logger.propagate
+    assert logger.level == level
+    assert logger.propagate
 
 
 def test_the_log_is_left_to_a_process_that_shows_it(run, caplog, capsys):
     caplog.set_level("INFO")
     cifar_towers.train(train_dir=run.directory, **SETTINGS)
-    assert str(run.directory) in caplog.text and capsys.readouterr() == ("", "")
+    assert str(run.directory) in caplog.text
+    assert capsys.readouterr() == ("", "")

@@ -100,7 +100,8 @@ def folder(module):
 
 
 def points_up(importer, imported):
-    above, below = LEVELS[folder(importer)], LEVELS[folder(imported)]
+    above = LEVELS[folder(importer)]
+    below = LEVELS[folder(imported)]
     allowed = {(folder(importer), imported), (folder(importer), folder(imported))} & set(SAME_LAYER)
     return above < below or (
         above == below and folder(importer) != folder(imported) and not allowed
@@ -151,6 +152,7 @@ def test_no_import_of_the_package_is_inside_a_function():
         for importer, imported, line, in_function in IMPORTS
         if in_function
     ]
+
     assert [
         one for one in late if folder(one[0]) not in ("cli", "api") and one[0] not in LATE
     ] == []

@@ -34,12 +34,15 @@ def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path):
     for content, error in (("\udc80", UnicodeEncodeError), (write_part, OSError)):
         with pytest.raises(error):
             files.write_whole(path, content)
-    assert path.read_bytes() == b"three" and list(tmp_path.iterdir()) == [path]
+
+    assert path.read_bytes() == b"three"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_death_at_every_call_of_a_save_leaves_the_old_file_or_the_new(tmp_path, monkeypatch):
     """What a process leaves that dies at a call is what is there when it makes the call."""
-    path, found = tmp_path / "result.json", []
+    path = tmp_path / "result.json"
+    found = []
     files.write_whole(path, b"old")
 
     def dying(function):
@@ -57,7 +60,10 @@ def test_death_at_every_call_of_a_save_leaves_the_old_file_or_the_new(tmp_path, 
         lambda file: [dying(file.write)(b"half"), file.flush(), dying(file.write)(b" and half")],
     )
     expected = [b"old"] * found.count(b"old") + [b"half and half"] * found.count(b"half and half")
-    assert found == expected and found.count(b"old") >= 4 and found.count(b"half and half") >= 2
+
+    assert found == expected
+    assert found.count(b"old") >= 4
+    assert found.count(b"half and half") >= 2
 
 
 def test_a_lock_is_one_processs_and_dies_with_it(tmp_path):
@@ -95,6 +101,9 @@ def test_best_effort_writes_warn_once_and_hide_no_other_error(tmp_path, caplog):
     for _ in range(2):
         with best_effort:
             raise OSError(28, "No space left on device")
-    assert len(caplog.records) == 1 and str(tmp_path) in caplog.text
+
+    assert len(caplog.records) == 1
+    assert str(tmp_path) in caplog.text
+
     with pytest.raises(ValueError, match="other"), best_effort:
         raise ValueError("other")

@@ -52,5 +52,6 @@ def test_tensorflow_imported_first_is_one_line_with_what_to_do(run):
     code += "importlib.import_module('cifar_towers')"
     out, err = run(f"{code}; {SHOW}")
     assert out == 2 * "None None None None\n"  # setting them now would be too late
-    assert "TF_ENABLE_ONEDNN_OPTS=1" in err and len(err.splitlines()) == 1
+    assert "TF_ENABLE_ONEDNN_OPTS=1" in err
+    assert len(err.splitlines()) == 1
     assert run(code, TF_ENABLE_ONEDNN_OPTS="0")[1] == ""

@@ -27,7 +27,9 @@ def test_without_gpus_nothing_is_run_and_that_is_said(monkeypatch, capsys):
         on_gpus, "_devices", lambda: {"gpus": [], "driver": "", "tensorflow": "2.21.0"}
     )
     monkeypatch.setattr(on_gpus, "_run", lambda command, **_: pytest.fail(f"{command} was run"))
-    assert on_gpus.main() == 0 and capsys.readouterr().out == f"{on_gpus.NO_GPU}\n"
+
+    assert on_gpus.main() == 0
+    assert capsys.readouterr().out == f"{on_gpus.NO_GPU}\n"
     assert on_gpus.TABLE.read_text() == page
 
 
@@ -45,13 +47,18 @@ def test_row_of_the_table():
         "21.5 s",
     ):
         assert cell in row
+
     # of 1,024 and of 128 images
-    assert "ours 10.2, ours-xla 2.0 ms |" in row and "ours 1.3, ours-xla 0.3 ms" in row
+    assert "ours 10.2, ours-xla 2.0 ms |" in row
+    assert "ours 1.3, ours-xla 0.3 ms" in row
+
     page = on_gpus.add_row(on_gpus.TABLE.read_text(), row)
-    assert f"\n{on_gpus.HEADER}\n| --- |" in page and f"| --- |\n{row}\n|" in page
+    assert f"\n{on_gpus.HEADER}\n| --- |" in page
+    assert f"| --- |\n{row}\n|" in page
+
     failed = on_gpus.make_row(
         devices | {"driver": ""}, "not run", [{}, {}], {}, ["tests", "speed94"]
     )
-    assert failed.count(" | ") == on_gpus.HEADER.count(" | ") and failed.endswith(
-        "| tests, speed94 |"
-    )
+
+    assert failed.count(" | ") == on_gpus.HEADER.count(" | ")
+    assert failed.endswith("| tests, speed94 |")

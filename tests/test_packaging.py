@@ -18,7 +18,8 @@ from cifar_towers.cli.main import PROGRAMS
 ROOT = Path(__file__).parents[1]
 SOURCES = ("cifar_towers", "configs", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 SMALL = ["--recipe=smoke", "--max_steps=2", "--batch_size=100", "--notta", "--precision=float32"]
-RUN, CLUSTER = "--train_dir=runs/smoke-synthetic-seed0", "--train_dir=runs/two-workers"
+RUN = "--train_dir=runs/smoke-synthetic-seed0"
+CLUSTER = "--train_dir=runs/two-workers"
 COMMANDS = {  # in this order: the first two train what the others read
     "train": [*SMALL, "--num_gpus=2"],
     "launch": ["--num_workers=2", "--", *SMALL, CLUSTER],
@@ -43,7 +44,8 @@ def environment(tmp_path):
     """Install a wheel into an environment that has the libraries of this one, and nothing of the
     checkout.
     """
-    source, environment = tmp_path / "source", tmp_path / "environment"
+    source = tmp_path / "source"
+    environment = tmp_path / "environment"
     source.mkdir()
     for name in SOURCES:  # a copy, as building leaves files beside the sources
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
@@ -80,6 +82,7 @@ def test_every_program_runs_from_a_wheel_in_an_empty_folder(environment, tmp_pat
         return done.stdout
 
     assert {*COMMANDS} == {*PROGRAMS}
+
     printed = {program: run("cifar-towers", program, *flags) for program, flags in COMMANDS.items()}
     for place in ("smoke-synthetic-seed0", "two-workers"):
         saved = folder / "runs" / place
@@ -87,11 +90,10 @@ def test_every_program_runs_from_a_wheel_in_an_empty_folder(environment, tmp_pat
             json.loads((saved / f"{name}.json").read_text()) for name in ("config", "result")
         )
         assert (config["recipe"], config["model"], result["step"]) == ("smoke", "speednet93", 2)
-    assert (
-        "picture.png" in printed["predict"]
-        and "smoke" in printed["runs"]
-        and (folder / "report.html").exists()
-    )
+
+    assert "picture.png" in printed["predict"]
+    assert "smoke" in printed["runs"]
+    assert (folder / "report.html").exists()
     assert run("python", "-c", "import cifar_towers; print(cifar_towers.__file__)").startswith(
         str(environment)
     )

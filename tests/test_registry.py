@@ -36,14 +36,17 @@ def directory(tmp_path, monkeypatch):
 
 def test_functions_of_files_and_modules(directory):
     first = load_function("model", "a/nets.py:make")
-    assert load_function("loss", "b/nets.py:make")() == "b" and first() == "a"
+
+    assert load_function("loss", "b/nets.py:make")() == "b"
+    assert first() == "a"
     assert load_function("model", "usercode_package.nets:make")() == "usercode_package"
     assert first.__module__ != load_function("model", "b/nets.py:make").__module__
     assert find_source("model", "b/broken.py:make") == directory / "b/broken.py"
     assert (
         find_source("model", "usercode_package.nets:make") == directory / "usercode_package/nets.py"
     )
-    assert find_source("model", "speednet94") is None and find_source("loss", "") is None
+    assert find_source("model", "speednet94") is None
+    assert find_source("loss", "") is None
 
 
 @pytest.mark.parametrize(
@@ -74,8 +77,10 @@ def test_the_code_of_a_function_is_what_its_file_imported_from_its_folder(direct
         )
     load_function("model", "one/net.py:make")
     digests = code_digests("model", "one/net.py:make")
+
     assert list(digests) == ["", "usercode_parts/block.py"]
     assert is_unchanged("model", "one/net.py:make", digests)
+
     with pytest.raises(
         UsageError, match=r"^loss=two/net.py:make: .*one/usercode_parts/block.py as"
     ):
@@ -83,13 +88,16 @@ def test_the_code_of_a_function_is_what_its_file_imported_from_its_folder(direct
 
     (directory / "one/usercode_parts/block.py").write_text("number = 2\n")
     assert not is_unchanged("model", "one/net.py:make", digests)
+
     with pytest.raises(UsageError, match="^model=one/net.py:make: .*block.py was edited"):
         load_function("model", "one/net.py:make")
 
     packaged = "usercode_package.nets:make"
     load_function("model", packaged)
+
     assert list(code_digests("model", packaged)) == ["", "usercode_package/__init__.py"]
-    assert code_digests("model", "speednet94") == {} and is_unchanged("model", "speednet94", {})
+    assert code_digests("model", "speednet94") == {}
+    assert is_unchanged("model", "speednet94", {})
 
 
 def test_what_a_file_raises_is_not_caught(directory):

@@ -39,11 +39,14 @@ def test_the_first_signal_is_recorded_and_announced_and_the_second_kills(killed,
     with stop.recorded():
         assert stop.received == 0
         signal.raise_signal(number)
-        assert (
-            stop.received == number and killed == [] and signal.Signals(number).name in caplog.text
-        )
+        assert stop.received == number
+        assert killed == []
+        assert signal.Signals(number).name in caplog.text
         signal.raise_signal(number)
-    assert stop.received == number and killed == [number] and len(caplog.records) == 1
+
+    assert stop.received == number
+    assert killed == [number]
+    assert len(caplog.records) == 1
 
 
 def test_signals_at_once_are_one(killed, meanwhile):
@@ -52,7 +55,8 @@ def test_signals_at_once_are_one(killed, meanwhile):
     stop = StopSignals()
     with stop.recorded():
         signal.raise_signal(signal.SIGTERM)
-    assert stop.received == signal.SIGTERM and killed == []
+    assert stop.received == signal.SIGTERM
+    assert killed == []
 
 
 def test_outside_the_context_signals_have_the_action_of_before(killed):
@@ -61,11 +65,13 @@ def test_outside_the_context_signals_have_the_action_of_before(killed):
         pass
     for number in STOP_SIGNALS:
         signal.raise_signal(number)
-    assert stop.received == 0 and killed == list(STOP_SIGNALS)
+    assert stop.received == 0
+    assert killed == list(STOP_SIGNALS)
 
 
 def test_in_another_thread_nothing_is_recorded():
-    before, seen = signal.getsignal(signal.SIGTERM), []
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
 
     def enter():
         with StopSignals().recorded():
@@ -74,4 +80,5 @@ def test_in_another_thread_nothing_is_recorded():
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
+
     assert seen == [before]

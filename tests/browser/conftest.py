@@ -114,7 +114,8 @@ def run(browser, tmp_path_factory):
 @pytest.fixture(scope="session")
 def tensorboard(browser, run):
     """Return the address of a TensorBoard server that lists every directory with event files."""
-    logdir, deadline = run.parent, time.monotonic() + 3 * TIMEOUT_SECONDS
+    logdir = run.parent
+    deadline = time.monotonic() + 3 * TIMEOUT_SECONDS
     server = program.TensorBoard()
     server.configure(argv=["", f"--logdir={logdir}", "--host=127.0.0.1", "--port=0"])
     address = server.launch()

@@ -32,12 +32,17 @@ def test_report(page, expect, address, scheme, width):
         image.scroll_into_view_if_needed()
         expect(image).to_have_js_property("complete", True)
     widths = images.evaluate_all("images => images.map(image => image.naturalWidth)")
-    assert widths and all(widths)
+
+    assert widths
+    assert all(widths)
+
     contents = page.locator("table").evaluate_all(
         "tables => tables.map(table => [...table.querySelectorAll('td')].map(cell => "
         "cell.textContent.trim()).join(''))"
     )
-    assert contents and all(contents)
+
+    assert contents
+    assert all(contents)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert [url for url in asked if not url.startswith("data:")] == [address]
 
@@ -45,4 +50,5 @@ def test_report(page, expect, address, scheme, width):
         "['backgroundColor', 'color'].map(of => "
         "getComputedStyle(document.body)[of].match(/\\d+/g).map(Number))"
     )
+
     assert sum(paper) > sum(ink) if scheme == "light" else sum(paper) < sum(ink)

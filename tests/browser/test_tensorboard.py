@@ -12,7 +12,8 @@ pytestmark = pytest.mark.browser
 
 LAST_STEP, NUM_DIAGNOSTICS, NUM_EVALUATIONS = 30, 6, 2  # of the run
 FINAL = "test/ema_tta"  # only in the last evaluation
-TRAIN, EVAL = "small/train", "small/eval"
+TRAIN = "small/train"
+EVAL = "small/eval"
 FIRST_SCREEN = {"accuracy": TRAIN, "accuracy/test/ema": EVAL}  # the first cards of TIME SERIES
 SCALARS = {  # tag: minimum number of points
     "loss": LAST_STEP,

@@ -100,6 +100,7 @@ sys.exit(bool({{"numpy", "tensorflow", "keras", "matplotlib", "rich"}} & {{*sys.
 
 def test_docs_list_the_exit_codes_of_the_help_text(main_here, capsys):
     assert main_here(["--help"]) == 0
+
     page = (ROOT / "docs/reference.md").read_text().partition("## Exit codes")[2]
     codes = {
         str(error.exit_code)
@@ -114,7 +115,8 @@ def test_an_interrupted_program_says_where_and_exits_as_a_shell_does(
 ):
     program = Mock(side_effect=Interrupted(signal.SIGTERM, "saved step 3"), __doc__="Stop.")
     monkeypatch.setitem(main.PROGRAMS, "runs", (program, RunsConfig))
-    assert main_here(["runs"]) == 143 and lines_with(capsys.readouterr().err, "step 3")
+    assert main_here(["runs"]) == 143
+    assert lines_with(capsys.readouterr().err, "step 3")
 
 
 @pytest.mark.slow
@@ -126,11 +128,16 @@ def test_signal_saves_and_the_same_command_resumes(tmp_path, tiny, number, code)
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
     process.send_signal(number)
     exit_code, out, err = finish(process)
-    assert exit_code == code and "Traceback" not in err
+
+    assert exit_code == code
+    assert "Traceback" not in err
     assert "\x1b" not in out and "\r" not in out  # a pipe gets plain lines
+
     saved = int(re.search(r"saved step (\d+)", err)[1])
     exit_code, out, err = finish(start("train", *flags, f"--max_steps={saved + 4}"))
-    assert exit_code == 0 and lines_with(out, "resuming", f"step {saved}"), err
+
+    assert exit_code == 0, err
+    assert lines_with(out, "resuming", f"step {saved}"), err
 
 
 @pytest.mark.slow
@@ -138,10 +145,13 @@ def test_another_process_gives_the_same_accuracy_though_the_output_disk_was_full
     flags = ["--num_gpus=2", f"--train_dir={tmp_path}"]
     with open("/dev/full", "w") as full:
         code, _, err = finish(start("train", *tiny, "--max_steps=4", *flags, stdout=full))
+
     assert code == 0, err
+
     result = json.loads((tmp_path / "result.json").read_text())
     # loading the data must not initialize TensorFlow before the towers are set up
     code, out, err = finish(start("evaluate", *flags, MODEL, "--json", "--precision=float32"))
+
     assert code == 0, err
     assert json.loads(out)["accuracy"] == pytest.approx(
         result["evaluations"][0]["accuracy"], abs=0.001
@@ -155,7 +165,9 @@ def test_an_abort_while_tensorflow_is_imported_loses_no_message(tmp_path):
     library = "import os\nos.write(2, b'compiled to use AVX2\\n')\nos.abort()\n"
     (tmp_path / "tensorflow.py").write_text(library)
     code, _, err = finish(start("train", *TINY, PYTHONPATH=f"{tmp_path}:{ROOT}"))
-    assert code == -signal.SIGABRT and "compiled to use AVX2" in err
+
+    assert code == -signal.SIGABRT
+    assert "compiled to use AVX2" in err
 
 
 @pytest.mark.parametrize(

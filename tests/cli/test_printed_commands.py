@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_printed_commands_run_when_pasted(tmp_path, small_folder, monkeypatch, capsys):
     """Train a net and pictures of the user's own in a directory with a space."""
-    place, bin = tmp_path / "my work", tmp_path / "my env/bin"
+    place = tmp_path / "my work"
+    bin = tmp_path / "my env/bin"
     for directory in (place, bin):
         directory.mkdir(parents=True)
     for name in ("tensorboard", "cifar-towers"):
@@ -48,8 +49,11 @@ def test_printed_commands_run_when_pasted(tmp_path, small_folder, monkeypatch, c
         for line in printed
     ]
     board, evaluate, predict = map(str.splitlines, pasted)
-    assert board == ["--logdir=a run"] and list(Path("a run/train").glob("events*"))
-    assert "--dataset=folder:the pictures" in evaluate and "folder:" in run(*evaluate)
+
+    assert board == ["--logdir=a run"]
+    assert list(Path("a run/train").glob("events*"))
+    assert "--dataset=folder:the pictures" in evaluate
+    assert "folder:" in run(*evaluate)
     assert "picture.jpg" in run(*predict)
 
 

@@ -30,8 +30,12 @@ def test_image_sizes_step_by_step():
     side_at = schedules.ImageSizeSchedule("0=24,50%=28,3=32", 32).at(
         schedules.RunLength(steps_per_epoch=2, total=8, last=8)
     )
+
     assert [side_at(step) for step in range(8)] == [24, 24, 24, 24, 28, 28, 32, 32]
-    late, whole = schedules.ImageSizeSchedule("25%=20", 32), schedules.ImageSizeSchedule("", 32)
+
+    late = schedules.ImageSizeSchedule("25%=20", 32)
+    whole = schedules.ImageSizeSchedule("", 32)
+
     assert [late.at(schedules.RunLength(2, 8, 8))(step) for step in (1, 2)] == [32, 20]
     assert [whole.at(schedules.RunLength(2, 8, 8))(step) for step in (0, 7)] == [32, 32]
 

@@ -88,7 +88,8 @@ REFUSALS = {  # what a program's message must mention
 def test_refused_flags_are_named_in_one_line(config_class, arguments, mention):
     with pytest.raises(UsageError) as caught:
         parse(*arguments, config_class=config_class)
-    assert mention in str(caught.value) and "\n" not in str(caught.value)
+    assert mention in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -143,9 +144,13 @@ def test_short_help_has_what_the_program_is_used_with():
     evaluation = flags.help_text(EvaluateConfig, "", is_full=False)
     for flag in ("--[no]tta", "--data_dir", "--dataset", "--precision", "--num_gpus"):
         assert flag in evaluation
-    assert "cluster" not in evaluation and "--[no]deterministic" not in evaluation
+
+    assert "cluster" not in evaluation
+    assert "--[no]deterministic" not in evaluation
+
     training = flags.help_text(TrainConfig, "", is_full=False)
-    assert "--data_dir" not in training and "in a cluster per worker" in " ".join(training.split())
+    assert "--data_dir" not in training
+    assert "in a cluster per worker" in " ".join(training.split())
 
 
 def test_flagfile_may_be_a_pipe():
@@ -161,9 +166,12 @@ def test_later_flags_and_flagfiles_override_earlier_ones(tmp_path):
     mine = tmp_path / "mine.cfg"
     mine.write_text("# settings\n--batch_size=96\n--seed=4\n")
     config = parse("--seed=1", f"--flagfile={mine}", "--batch_size=48", "--nosoft_placement")
+
     assert (config.batch_size, config.seed, config.soft_placement) == (48, 4, False)
+
     mine.write_text("--model=cifarnet\n--epochs=3\n")
     assert parse("--flagfile", str(mine)) == TrainConfig(model="cifarnet", epochs=3.0)
+
     mine.write_text("--recipe=smoke\n--epochs=3\n")
     assert parse("--flagfile", str(mine)) == parse("--recipe=smoke", "--epochs=3")
 
@@ -172,7 +180,8 @@ def test_flags_override_the_recipe_wherever_they_stand(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     expected = parse(f"--flagfile={ROOT / 'configs' / 'smoke.cfg'}", "--epochs=3", "--nonesterov")
     expected = dataclasses.replace(expected, recipe="smoke")
-    assert expected.whitening_epochs == 1 and expected.learning_rate == 1.5
+    assert expected.whitening_epochs == 1
+    assert expected.learning_rate == 1.5
     assert parse("--epochs=3", "--recipe=smoke", "--nonesterov") == expected
     assert parse("--epochs=3", "--nonesterov", "--recipe=speed94", "--recipe", "smoke") == expected
 
@@ -223,9 +232,8 @@ def test_default_number_of_towers_divides_the_batch(settings, devices, towers):
 def test_home_directory_is_expanded_as_a_shell_does_not_after_an_equals_sign(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = parse("--train_dir=~/runs/one", "--init_from=~/runs/other")
-    assert (
-        config.directory == tmp_path / "runs/one" and config.init_from == f"{tmp_path}/runs/other"
-    )
+    assert config.directory == tmp_path / "runs/one"
+    assert config.init_from == f"{tmp_path}/runs/other"
 
 
 @pytest.mark.parametrize(
@@ -251,13 +259,16 @@ def names_in(section):
 def test_settings_of_the_recipe_may_not_differ_on_resume():
     saved = recipe_fields(TrainConfig())
     changed = TrainConfig(micro_batches=2, momentum=0.5, num_gpus=2, strategy="mirrored", tta=True)
+
     assert describe_differences(saved, recipe_fields(changed)) == [
         "micro_batches 1 -> 2",
         "momentum 0.9 -> 0.5",
     ]
     assert describe_differences(saved, recipe_fields(TrainConfig())) == []
     assert {"seed", "epochs"} | names_in(OptimizerSettings) <= saved.keys()
+
     of_data = names_in(DataSettings) | names_in(AugmentationSettings)
+
     # the data's digests are compared
     assert (of_data | names_in(ModelSettings)) - saved.keys() == {"dataset", "data_dir"}
     # runs that are averaged differ in the seed
@@ -266,5 +277,6 @@ def test_settings_of_the_recipe_may_not_differ_on_resume():
 
 def test_workers_share_the_recipe_but_not_their_own_paths():
     shared = shared_settings(TrainConfig(train_dir="here", seed=3))
-    assert shared["seed"] == 3 and shared.keys() >= recipe_fields(TrainConfig()).keys()
+    assert shared["seed"] == 3
+    assert shared.keys() >= recipe_fields(TrainConfig()).keys()
     assert not shared.keys() & {"train_dir", "data_dir"}

@@ -11,7 +11,8 @@ from cifar_towers.data.dataset import CIFAR10
 
 def draws(count, **given):
     """Random draws that change nothing, except those given."""
-    zeros, centers = np.zeros(count), np.full((count, 2), 0.5)
+    zeros = np.zeros(count)
+    centers = np.full((count, 2), 0.5)
     neutral = {
         "flip": zeros,
         "window": centers,
@@ -39,10 +40,8 @@ def images():
 def test_shift_and_crop_are_a_window_of_the_padded_image_or_its_mirror_image(
     images, size, pad, fill, mode
 ):
-    position, mirrored = (
-        np.random.default_rng(1).uniform(size=(6, 2)).astype("f4"),
-        np.array([True, False] * 3),
-    )
+    position = np.random.default_rng(1).uniform(size=(6, 2)).astype("f4")
+    mirrored = np.array([True, False] * 3)
     windows = augment.random_window(
         tf.constant(images), tf.constant(position), tf.constant(mirrored), size, pad, fill
     )
@@ -58,9 +57,12 @@ def test_normalize_by_moments_of_the_data_set_or_of_the_image(images):
     normalized = augment.Augmentation(mean=(20.0, 30.0, 40.0), std=(1.0, 2.0, 3.0)).normalize(
         levels
     )
+
     np.testing.assert_allclose(normalized[0, 0], [[0] * 3, [1] * 3], atol=1e-6)
+
     by_image = Augmentation(AugmentationSettings(standardize="image"))
     own = by_image.normalize(tf.cast(images, tf.float32)).numpy()
+
     np.testing.assert_allclose(own.mean((1, 2, 3)), 0, atol=1e-5)
     np.testing.assert_allclose(own.std((1, 2, 3)), 1, rtol=1e-4)
 
@@ -76,7 +78,8 @@ def test_cutout_blanks_a_full_square():
     position = tf.constant([[0.0, 0.0], [0.999, 0.999], [0.5, 0.2]])
     blanked = augment.cutout(tf.ones([3, 32, 32, 3]), position, 12).numpy()[..., 0]
     assert [(image == 0).sum() for image in blanked] == [144] * 3
-    assert blanked[0, :12, :12].max() == 0 and blanked[1, 20:, 20:].max() == 0
+    assert blanked[0, :12, :12].max() == 0
+    assert blanked[1, 20:, 20:].max() == 0
 
 
 def test_downsample_agrees_with_tensorflow(images):
@@ -88,9 +91,12 @@ def test_downsample_agrees_with_tensorflow(images):
 def test_tta_views_are_weighted_to_one_and_hold_the_mirror(images):
     levels = tf.cast(images, tf.float32)
     views = augment.tta_views(levels)
-    assert len(views) == 6 and sum(weight for weight, _ in views) == 1
+
+    assert len(views) == 6
+    assert sum(weight for weight, _ in views) == 1
     np.testing.assert_array_equal(views[0][1], levels)
     np.testing.assert_array_equal(views[1][1], levels[:, :, ::-1])
+
     up_left, mirrored, down_right, _ = (view.numpy() for _, view in views[2:])
     np.testing.assert_array_equal(up_left[:, 1:, 1:], levels[:, :-1, :-1])
     np.testing.assert_array_equal(down_right[:, :-1, :-1], levels[:, 1:, 1:])

@@ -26,7 +26,8 @@ PUBLISHED = {
 
 def in_tfds_order(name):
     """Return the split as TFDS's own writer sorts it."""
-    split, hasher = PUBLISHED[name], Hasher(name)
+    split = PUBLISHED[name]
+    hasher = Hasher(name)
     return split.take(np.array(sorted(range(len(split.labels)), key=hasher.hash_key)))
 
 
@@ -108,16 +109,23 @@ def test_auto_falls_back_to_synthetic_if_nothing_is_here_and_the_host_does_not_a
     monkeypatch, tmp_path, caplog
 ):
     caplog.set_level("INFO")
+
     assert sources.find("auto", str(tmp_path)).name == "synthetic"
+
     (line,) = caplog.messages
     assert all(word in line for word in ("synthetic", str(tmp_path), cifar10.SOURCE_HOST))
+
     (address, timeout), _ = socket.create_connection.call_args
-    assert address == ("www.cs.toronto.edu", 443) and timeout < 5
+    assert address == ("www.cs.toronto.edu", 443)
+    assert timeout < 5
+
     with pytest.raises(DataError, match=f"{cifar10.SOURCE_HOST} does not answer"):
         sources.load(sources.find("cifar10", str(tmp_path)))
     monkeypatch.setattr(socket, "create_connection", Mock())
+
     assert sources.find("auto", str(tmp_path)).name == "cifar10"
-    assert sources.find("synthetic").name == "synthetic" and len(caplog.messages) == 1
+    assert sources.find("synthetic").name == "synthetic"
+    assert len(caplog.messages) == 1
 
 
 def test_damaged_prepared_copy_is_an_error_and_not_replaced_by_synthetic_data(tmp_path):
@@ -140,16 +148,21 @@ def test_damaged_prepared_copy_is_an_error_and_not_replaced_by_synthetic_data(tm
 def test_own_files_in_a_usual_place_are_read_in_tfds_order_and_cached(place, small, tmp_path):
     copy = write(tmp_path / place)
     source = sources.find("auto")
+
     assert source.name == "cifar10"
+
     data = sources.load(source)
-    assert data.digests() == cifar10.DIGESTS and data.train.labels.dtype == np.int64
+    assert data.digests() == cifar10.DIGESTS
+    assert data.train.labels.dtype == np.int64
+
     copy.rename(tmp_path / "elsewhere")
     assert sources.load(sources.find("cifar10")).digests() == cifar10.DIGESTS
 
 
 def test_only_a_data_dir_that_is_given_is_looked_at(small, tmp_path):
     write(tmp_path / "data/cifar-10-batches-py")
-    assert cifar10.is_available() and not cifar10.is_available(str(tmp_path / "empty"))
+    assert cifar10.is_available()
+    assert not cifar10.is_available(str(tmp_path / "empty"))
     write(tmp_path / "mine/cifar-10-batches-py")
     assert are_verified(cifar10.load(str(tmp_path / "mine")))
 
@@ -177,25 +190,35 @@ def test_damaged_copy_is_skipped_with_a_warning(place, damage, decoded, tmp_path
     path = tmp_path / place
     copy = write(path if path.suffix == ".gz" else path.parent)
     path.write_bytes(damage(path.read_bytes()))
-    assert are_verified(cifar10.load()) and decoded[0] == "train"
+
+    assert are_verified(cifar10.load())
+    assert decoded[0] == "train"
     assert str(copy) in caplog.messages[0]
+
     write(tmp_path / "data/cifar-10-batches-py")
     cifar10._cached_file("train").unlink()
     decoded.clear()
-    assert are_verified(cifar10.load()) and not decoded
+
+    assert are_verified(cifar10.load())
+    assert not decoded
 
 
 @pytest.mark.parametrize("damage", [flip_bit, cut, empty])
 def test_cache_is_read_unless_it_is_damaged(decoded, caplog, damage):
-    assert are_verified(cifar10.load()) and decoded == ["train", "test"]
-    assert sources.load(sources.find("auto")).digests() == cifar10.DIGESTS and decoded == [
+    assert are_verified(cifar10.load())
+    assert decoded == ["train", "test"]
+    assert sources.load(sources.find("auto")).digests() == cifar10.DIGESTS
+    assert decoded == [
         "train",
         "test",
     ]
+
     path = cifar10._cached_file("train")
     path.write_bytes(damage(path.read_bytes()))
     for _ in range(2):
-        assert are_verified(cifar10.load()) and decoded == ["train", "test", "train"]
+        assert are_verified(cifar10.load())
+        assert decoded == ["train", "test", "train"]
+
     assert [str(path) in message for message in caplog.messages] == [True]
 
 
@@ -207,7 +230,8 @@ class Canary:
 def test_pickle_that_is_not_the_published_file_is_not_executed(decoded, tmp_path):
     copy = write(tmp_path / "data/cifar-10-batches-py")
     (copy / "data_batch_1").write_bytes(pickle.dumps({b"labels": Canary(), b"data": 0}))
-    assert are_verified(cifar10.load()) and decoded == ["train"]
+    assert are_verified(cifar10.load())
+    assert decoded == ["train"]
     assert not (tmp_path / "executed").exists()
     pickle.loads((copy / "data_batch_1").read_bytes())
     assert (tmp_path / "executed").exists()
@@ -218,11 +242,14 @@ def test_unwritable_cache_is_ignored_and_a_full_disk_leaves_no_partial_file(
 ):
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
-        assert are_verified(cifar10.load()) and not [*cifar10._cached_file("test").parent.iterdir()]
+        assert are_verified(cifar10.load())
+        assert not [*cifar10._cached_file("test").parent.iterdir()]
     (tmp_path / "file").touch()
     # not a directory, so that root cannot write either
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert are_verified(cifar10.load()) and decoded == ["train", "test"] * 2
+
+    assert are_verified(cifar10.load())
+    assert decoded == ["train", "test"] * 2
 
 
 # The real data set --------------------------------------------------------------------------------
@@ -234,12 +261,15 @@ REAL = tfds_source.tfds_directory()
 @pytest.mark.skipif(not cifar10.is_prepared(REAL), reason="no prepared CIFAR-10 on this machine")
 def test_real_data_set_has_the_published_counts_and_moments():
     data = sources.load(sources.find("cifar10", str(REAL)), validation_examples=5000)
+
     assert [len(s.labels) for s in (data.train, data.validation, data.test)] == [
         45_000,
         5_000,
         10_000,
     ]
-    assert data.test.digest == cifar10.DIGESTS["test"] and (data.test.class_counts() == 1000).all()
+    assert data.test.digest == cifar10.DIGESTS["test"]
+    assert (data.test.class_counts() == 1000).all()
+
     pixels = data.train.images.reshape(-1, 3) / 255
     np.testing.assert_allclose(pixels.mean(0), [0.4914, 0.4822, 0.4465], atol=1e-3)
     np.testing.assert_allclose(pixels.std(0), [0.2470, 0.2435, 0.2616], atol=1e-3)

@@ -15,7 +15,8 @@ def test_moments_by_hand(monkeypatch, at_once):
     images[:, 0, :, 0] = [10, 20], [30, 40]
     images[:, 0, :, 2] = 255
     mean, std = moments(images)
-    assert mean == (25.0, 0.0, 255.0) and std == (pytest.approx(np.sqrt(125)), 1.0, 1.0)
+    assert mean == (25.0, 0.0, 255.0)
+    assert std == (pytest.approx(np.sqrt(125)), 1.0, 1.0)
 
 
 def test_validation_split_is_disjoint_and_reproducible():
@@ -32,19 +33,22 @@ def test_changed_splits_are_found_by_a_checkpoints_digests():
     train, test, other = (synthetic.make(20, 0, stream) for stream in range(3))
     data = dataset.Dataset("some", *split_validation(train, 5), test)
     metadata = {f"{name}_sha256": digest for name, digest in data.digests().items()}
+
     assert metadata.keys() == {
         "train_sha256",
         "validation_sha256",
         "test_sha256",
-    } and not data.changed_splits(metadata)
+    }
+    assert not data.changed_splits(metadata)
     assert data._replace(test=other).changed_splits(metadata) == ["test"]
     assert data._replace(train=other, validation=other).changed_splits(metadata) == [
         "train",
         "validation",
     ]
+
     without = data._replace(validation=train.take(slice(0)))
     assert without.changed_splits(metadata) == ["validation"]  # it is missing now
+
     del metadata["validation_sha256"]
-    assert (
-        data.changed_splits(metadata) == ["validation"] and without.changed_splits(metadata) == []
-    )
+    assert data.changed_splits(metadata) == ["validation"]
+    assert without.changed_splits(metadata) == []

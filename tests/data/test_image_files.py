@@ -71,8 +71,10 @@ def test_every_format_and_mode(read, kind, mode):
 def test_central_square_is_resized_in_files_and_arrays(read, size):
     image = photo(*size)
     square = min(size)
-    left, top = (size[0] - square) // 2, (size[1] - square) // 2
+    left = (size[0] - square) // 2
+    top = (size[1] - square) // 2
     expected = resized(image.crop((left, top, left + square, top + square)))
+
     np.testing.assert_array_equal(read(encoded(image, "PNG")), expected)
     np.testing.assert_array_equal(
         image_files.resize_all(np.asarray(image)[None], 32), expected[None]

@@ -12,11 +12,9 @@ from cifar_towers.registry import PREFIXES
 from tests.helpers.messages import lines_with
 from tests.helpers.own_data import write_arrays, write_folder, write_table
 
-TRAIN, TEST, VALIDATION = (
-    synthetic.make(60, 0, 0),
-    synthetic.make(40, 0, 1),
-    synthetic.make(20, 0, 2),
-)
+TRAIN = synthetic.make(60, 0, 0)
+TEST = synthetic.make(40, 0, 1)
+VALIDATION = synthetic.make(20, 0, 2)
 ARRAYS = {
     "x_train": TRAIN.images,
     "y_train": TRAIN.labels,
@@ -96,10 +94,14 @@ def write(request):
 def test_splits_are_read_as_they_are(tmp_path, write):
     name = write(tmp_path, train=TRAIN, test=TEST, validation=VALIDATION)
     data = load(name)
-    assert data.name == name and {*data.info.class_names} == {*synthetic.CLASSES}
+
+    assert data.name == name
+    assert {*data.info.class_names} == {*synthetic.CLASSES}
+
     for split, written in (("train", TRAIN), ("test", TEST), ("validation", VALIDATION)):
         assert examples(getattr(data, split)) == examples(written)
     pixels = TRAIN.images.reshape(-1, 3)
+
     np.testing.assert_allclose([data.info.mean, data.info.std], [pixels.mean(0), pixels.std(0)])
     assert data.test.info == data.train.info
 
@@ -109,9 +111,11 @@ def test_a_fifth_of_each_class_is_the_test_split_in_the_order_of_earlier_runs(
 ):
     caplog.set_level("INFO", "cifar_towers")
     one, other = (load(write(tmp_path / place, train=TRAIN)) for place in ("one", "other"))
+
     assert one.digests() == other.digests()  # wherever the data lie
     assert tuple(digest[:16] for digest in one.digests().values()) == DIVIDED[write]
-    assert (one.train.class_counts() == 5).all() and (one.test.class_counts() == 1).all()
+    assert (one.train.class_counts() == 5).all()
+    assert (one.test.class_counts() == 1).all()
     assert sorted(examples(one.train) + examples(one.test)) == examples(TRAIN)
     assert lines_with(caplog.text, one.name, "no test split")
 
@@ -181,11 +185,9 @@ def test_other_layouts_are_refused(tmp_path, write_layout, content, mention):
     with pytest.raises(DataError) as caught:
         sources.find(name)
     told = str(caught.value)
-    assert (
-        told.startswith(f"dataset={name}: ")
-        and mention in told.removeprefix(f"dataset={name}")
-        and told.isprintable()
-    )
+    assert told.startswith(f"dataset={name}: ")
+    assert mention in told.removeprefix(f"dataset={name}")
+    assert told.isprintable()
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
@@ -230,13 +232,13 @@ def test_hidden_and_other_files_are_left_out_and_counted(tmp_path, caplog):
         put(tmp_path / place, 99)
     (tmp_path / "test/cat/readme.txt").touch()
     data = load(f"folder:{tmp_path}", 8)
+
     assert [levels(split) for split in (data.train, data.test)] == [
         [(0, "cat"), (1, "dog")],
         [(2, "cat"), (3, "dog")],
     ]
-    assert lines_with(caplog.text, f"folder:{tmp_path}", "5 left out") and lines_with(
-        caplog.text, "cat 1, dog 1"
-    )
+    assert lines_with(caplog.text, f"folder:{tmp_path}", "5 left out")
+    assert lines_with(caplog.text, "cat 1, dog 1")
 
 
 def test_files_of_a_table_are_relative_to_it(tmp_path):
@@ -248,6 +250,7 @@ def test_files_of_a_table_are_relative_to_it(tmp_path):
         f"b/4.gif,{unicodedata.normalize('NFD', 'été')} ,validation",
     ]
     data = load(table(tmp_path, ["\ufefffile,label,split", *rows]), 8)
+
     assert data.info.class_names == ("cat, big", "été")
     assert levels(data.train) == [(10, "été"), (20, "cat, big")]
     assert sorted(data.train.names) == ["a/1.png", "a/2.jpg"]
@@ -269,6 +272,7 @@ def test_missing_and_unreadable_files_are_named(tmp_path):
     (tmp_path / "photos/b/a\n\x1b[31m.png").write_bytes(b"no picture")
     with pytest.raises(DataError, match=r"b/a\\n\\x1b\[31m.png") as caught:
         load(name)
+
     assert str(caught.value).isprintable()
 
 
@@ -282,8 +286,10 @@ def test_grey_arrays_without_names_get_three_channels_and_are_resized(tmp_path):
     }
     data = load(arrays(tmp_path, grey), 20)
     row = int(data.train.describe(3).removeprefix("row "))
+
     assert data.train.labels[3] == TRAIN.labels[row]
     assert data.info.class_names == tuple("0123456789")
+
     expected = image_files.resize_all(np.repeat(TEST.images[..., :1], 3, axis=3), 20)
     assert {image.tobytes() for image in data.test.images} == {
         image.tobytes() for image in expected

@@ -38,8 +38,10 @@ def test_copies_are_equal_in_every_pixel():
 
 
 def test_synthetic_is_balanced_seeded_and_disjoint():
-    train, test = synthetic.make(500, 0, 0), synthetic.make(500, 0, 1)
-    assert train.images.shape == (500, 32, 32, 3) and train.images.dtype == np.uint8
+    train = synthetic.make(500, 0, 0)
+    test = synthetic.make(500, 0, 1)
+    assert train.images.shape == (500, 32, 32, 3)
+    assert train.images.dtype == np.uint8
     assert (train.class_counts() == 50).all()
     assert synthetic.make(500, 0, 0).digest == train.digest != test.digest
 
@@ -59,6 +61,7 @@ def test_held_out_images_leave_some_of_each_class(count):
 
 def test_a_split_is_read_alone_and_resized_unless_it_is_missing():
     small = sources.load_split(source_of("test"), "test", 16)
-    assert small.images.shape == (10, 16, 16, 3) and small.info.image_size == 16
+    assert small.images.shape == (10, 16, 16, 3)
+    assert small.info.image_size == 16
     with pytest.raises(UsageError, match="test"):
         sources.load_split(source_of("train", "validation"))

@@ -46,12 +46,16 @@ def test_local_tfds_data_set_is_read(caplog, tmp_path, labels, sizes, test_split
     caplog.set_level("INFO")
     prepare(tmp_path, **labels)
     data = sources.load(sources.find("shapes", str(tmp_path)))
-    assert data.info.class_names == ("x", "y", "z") and data.info.image_size == 32
+
+    assert data.info.class_names == ("x", "y", "z")
+    assert data.info.image_size == 32
     assert (len(data.train.labels), len(data.test.labels)) == sizes
+
     if "test" not in labels and not test_split:  # stored by class, and a fifth of each is the test
         assert data.test.class_counts().tolist() == [2, 2, 2]
         assert sources.load_split(sources.find("shapes", str(tmp_path))).digest == data.test.digest
     used = [labels["train"], labels.get(test_split or "test", [])]
+
     assert sorted(np.concatenate([data.train.labels, data.test.labels])) == sorted(
         np.concatenate(used)
     )
@@ -63,7 +67,8 @@ def test_tfds_data_set_with_a_test_split_alone_is_scored_and_not_trained_on(tmp_
     prepare(tmp_path, **{split: [2, 0, 1, 1]})
     source = sources.find("shapes", str(tmp_path))
     test = sources.load_split(source)
-    assert test.info.class_names == ("x", "y", "z") and sorted(test.labels) == [0, 1, 1, 2]
+    assert test.info.class_names == ("x", "y", "z")
+    assert sorted(test.labels) == [0, 1, 1, 2]
     with pytest.raises(UsageError, match="dataset=shapes .*train"):
         sources.load(source)
 
@@ -87,7 +92,9 @@ def test_a_set_of_corrupted_images_has_the_classes_of_cifar10(tmp_path):
         data_dir=tmp_path,
     )
     test = sources.load_split(sources.find("cifar10_corrupted/fog_3", str(tmp_path)))
-    assert test.info.class_names == CLASSES and sorted(test.labels) == sorted(labels)
+
+    assert test.info.class_names == CLASSES
+    assert sorted(test.labels) == sorted(labels)
 
 
 @pytest.mark.parametrize("channels", [1, 4])

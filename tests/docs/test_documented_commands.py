@@ -134,6 +134,7 @@ def test_predictions_become_a_table(runs, here, capsys):
     out = capsys.readouterr().out
     Path("predictions.jsonl").write_text(out)
     exec(compile(block_with("submission.csv"), "inference.md", "exec"), {})
+
     assert Path("submission.csv").read_text().splitlines() == [
         "id,label",
         f"b,{json.loads(out)['class']}",

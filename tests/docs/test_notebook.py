@@ -28,7 +28,8 @@ def test_links_resolve():
         line for cell in CELLS if cell["cell_type"] == "markdown" for line in cell["source"]
     )
     links = re.findall(r"\]\(([^)\s]+)\)", text)
-    assert links and [link for link in links if not (NOTEBOOK.parent / link).exists()] == []
+    assert links
+    assert [link for link in links if not (NOTEBOOK.parent / link).exists()] == []
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from tests.helpers.messages import assert_prints_the_same
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LOG = sorted((ROOT / "docs/log").glob("*.md"))
-README, PAGES = FILES[0].read_text(), "".join(path.read_text() for path in FILES)
+README = FILES[0].read_text()
+PAGES = "".join(path.read_text() for path in FILES)
 # flags of sbatch, tensorboard and TensorFlow, to a hyphen; then those of the benchmark
 OTHERS = {"job", "logdir", "tf_xla_persistent_cache_directory"}
 OTHERS |= set(re.findall(r'"--(\w+)"', (ROOT / "scripts/benchmark.py").read_text()))
@@ -45,7 +46,9 @@ def test_examples_print_their_comments(code, capsys):
     expected = "\n".join(
         line.removeprefix("# ") for line in code.splitlines() if line.startswith("# ")
     )
+
     assert_prints_the_same(printed, expected, rel=1e-3)
+
     if "41,157,101" in code:
         one, two = (line.split(":")[1] for line in printed.splitlines())
         assert one == two
@@ -65,15 +68,15 @@ def test_the_map_names_every_folder_of_the_package():
     table = re.findall(r"^\| (`cifar_towers/.*?) \|", FILES[1].read_text(), re.M)
     named = {name for cell in table for name in re.findall(r"`(?:cifar_towers/)?([\w.]+)/?`", cell)}
     folders = {path.parent.name for path in (ROOT / "cifar_towers").glob("*/__init__.py")}
-    assert folders <= named and all((ROOT / "cifar_towers" / name).exists() for name in named)
+    assert folders <= named
+    assert all((ROOT / "cifar_towers" / name).exists() for name in named)
 
 
 def test_readme_shows_the_step_as_it_is():
     (shown,) = re.findall(r"```\n(shards = .*?)```", README, re.S)
     step = (ROOT / "cifar_towers/training/step.py").read_text()
-    assert "average_gradients(" in shown and all(
-        f" {line}\n" in step for line in shown.splitlines()
-    )
+    assert "average_gradients(" in shown
+    assert all(f" {line}\n" in step for line in shown.splitlines())
 
 
 def unknown_flags(text, *config_classes):
@@ -123,4 +126,5 @@ def test_links_resolve(page):
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_docstring_examples(path):
     results = doctest.testmod(importlib.import_module(".".join(path.with_suffix("").parts)))
-    assert results.attempted and not results.failed
+    assert results.attempted
+    assert not results.failed

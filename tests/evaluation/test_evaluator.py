@@ -48,16 +48,17 @@ def test_evaluations_are_due_every_so_many_steps_before_the_last(every_steps, ex
 def test_averaged_weights_are_scored_before_the_end_and_raw_ones_once_at_the_end(validation, first):
     evaluations, calls = make_evaluator(3, validation, tta=True)
     found = evaluations.run()
+
     assert [(each.split, each.weights, each.tta) for each in found] == [(first, "ema", False)]
     assert calls == [(validation or 7, ["ema weights"], ["ema statistics"], False)]
-    splits, kinds = (
-        dict.fromkeys((first, "test")),
-        (
-            ("raw", False, "raw weights, False"),
-            ("ema", False, "ema weights, False"),
-            ("ema", True, "ema weights, True"),
-        ),
+
+    splits = dict.fromkeys((first, "test"))
+    kinds = (
+        ("raw", False, "raw weights, False"),
+        ("ema", False, "ema weights, False"),
+        ("ema", True, "ema weights, True"),
     )
+
     assert [
         (each.split, each.weights, each.tta, each.score) for each in evaluations.run(final=True)
     ] == [(split, *kind) for split in splits for kind in kinds]
@@ -71,6 +72,7 @@ def test_every_example_counts_once_on_any_number_of_towers(towers, reader, count
     images[:, 0, 0, 0] = 255 * red
     classify = make_classify_fn(reader, towers(count), Augmentation())
     found = score_split(classify, Split(images, labels), [tf.one_hot([1], 10)], [])
+
     # below the mean level the logit of class 1 is negative, and class 0 is the first of the others
     assert (found.count, found.correct, found.confusion.sum()) == (
         examples,
@@ -88,7 +90,10 @@ def test_larger_images_come_in_smaller_batches(towers, monkeypatch, image_size, 
     model = keras.Model(images, keras.layers.GlobalMaxPooling2D()(x))
     split = Split(np.zeros((10, image_size, image_size, 3), np.uint8), np.arange(10) % 2)
     found = score_split(make_classify_fn(model, towers(1), Augmentation()), split, [], [])
-    assert {*seen} - {None} == {at_once} and found.count == 10 and found.confusion.sum() == 10
+
+    assert {*seen} - {None} == {at_once}
+    assert found.count == 10
+    assert found.confusion.sum() == 10
 
 
 def test_tta_scores_the_mean_logits_of_its_views(towers, reader):
@@ -103,6 +108,7 @@ def test_tta_scores_the_mean_logits_of_its_views(towers, reader):
     red = sum(share * (v[:, 0, 0] + v[:, 0, -1]) for share, vs in views.items() for v in vs)
     logits = red[:, None] * kernel
     expected = np.mean([np.log(np.exp(row).sum()) - row[i] for i, row in enumerate(logits)])
+
     assert found.loss == pytest.approx(expected, rel=1e-4)
 
 
@@ -119,4 +125,5 @@ def test_two_sets_of_mirrored_weights_are_two(towers):
     )
     classify = make_classify_fn(model, two, Augmentation())
     one, other = (classify(split.images, values, []) for values in (weights, average))
+
     np.testing.assert_allclose(other, 2 * one, rtol=1e-5)

@@ -16,7 +16,9 @@ def test_score_by_hand():
         [[0.7, 0.2, 0.1] + [1e-9] * 7, [0.2, 0.7, 0.1] + [1e-9] * 7, [0.1, 0.2, 0.7] + [1e-9] * 7]
     )
     found = Score(np.array([0, 1, 1]), logits)
-    assert (found.count, found.correct) == (3, 2) and found.accuracy == pytest.approx(2 / 3)
+
+    assert (found.count, found.correct) == (3, 2)
+    assert found.accuracy == pytest.approx(2 / 3)
     assert found.loss == pytest.approx(-np.log([0.7, 0.7, 0.2]).mean(), abs=1e-6)
     assert found.confusion[1].tolist() == [0, 1, 1] + [0] * 7
     np.testing.assert_allclose(found.per_class()[:2], [1, 0.5])
@@ -25,7 +27,8 @@ def test_score_by_hand():
 
 def test_label_of_probability_zero_has_finite_loss():
     found = Score(np.array([1, 0]), np.array([[2000, 0], [3000, 0]], "f4"))
-    assert found.loss == 1000 and found.probabilities.tolist() == [[1, 0], [1, 0]]
+    assert found.loss == 1000
+    assert found.probabilities.tolist() == [[1, 0], [1, 0]]
 
 
 @pytest.mark.parametrize(
@@ -53,11 +56,13 @@ def test_expected_calibration_error_by_hand(labels, logits, filled, ece):
     found = Score(np.array(labels), logits)
     assert {bin: int(count) for bin, count in enumerate(found.reliability[0]) if count} == filled
     assert found.ece == pytest.approx(ece, abs=1e-12)
-    assert found.reliability.shape == (3, 15) and found.reliability[1].sum() == found.correct
+    assert found.reliability.shape == (3, 15)
+    assert found.reliability[1].sum() == found.correct
 
 
 def test_wilson_interval():
     low, high = wilson_interval(0.9, 100)
+
     assert (low, high) == pytest.approx((0.8256, 0.9448), abs=1e-4)
     assert wilson_interval(1.0, 10)[1] == pytest.approx(1.0)
     assert all(
@@ -80,7 +85,5 @@ def test_reported_score_is_chosen_without_looking_at_the_accuracy(kinds):
     scores = [
         dict(zip(("split", "weights", "tta", "accuracy"), kind, strict=True)) for kind in kinds
     ]
-    assert (
-        reported_score(scores) == reported_score(scores[::-1]) == scores[0]
-        and reported_score([]) is None
-    )
+    assert reported_score(scores) == reported_score(scores[::-1]) == scores[0]
+    assert reported_score([]) is None

@@ -62,7 +62,8 @@ ISOLATED = (
 def signal_worker(number: signal.Signals, victims: Sequence[int], trial: Trial) -> str:
     """One signal to one of two or three workers after a random step."""
     count = 2 + trial.index % 2
-    victim, after = trial.rng.choice(victims[:count]), trial.rng.randint(1, STEPS - 10)
+    victim = trial.rng.choice(victims[:count])
+    after = trial.rng.randint(1, STEPS - 10)
     trial.details = f"{number.name} to worker {victim} of {count} after step {after}"
     message = "" if number == signal.SIGTERM else f"lost: worker {victim} of {count}"
     with launched(count, trial.scratch) as launcher:

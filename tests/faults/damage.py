@@ -91,7 +91,8 @@ def _by_checkpoint(tree: Tree) -> dict[str, list[str]]:
 
 def _damage_tree(rng: random.Random, tree: Tree) -> str:
     """Damages checkpoints in place; returns a description."""
-    fault, checkpoints = rng.choice(TREE_FAULTS), _by_checkpoint(tree)
+    fault = rng.choice(TREE_FAULTS)
+    checkpoints = _by_checkpoint(tree)
     (one, names), (other, other_names) = rng.sample(list(checkpoints.items()), 2)
     if fault == "delete a checkpoint":
         for file in names:
@@ -101,7 +102,8 @@ def _damage_tree(rng: random.Random, tree: Tree) -> str:
         *_, newest = checkpoints.values()
         one = rng.choice(newest if rng.random() < 0.5 else list(tree))
         other = rng.choice([name for name in tree if name != one])
-        names, other_names = [one], [other]
+        names = [one]
+        other_names = [other]
     match fault:
         case "damage a file":
             return f"{one}: {damage_bytes(rng, tree[one], rng.choice(BYTE_FAULTS))}"
@@ -120,7 +122,8 @@ def damage_bytes(rng: random.Random, content: bytearray, fault: str) -> str:
         case (
             "flip a bit"
         ):  # half of them near the beginning or end, where most formats say how to read the rest
-            near, bit = position % END_BYTES, rng.randrange(8)
+            near = position % END_BYTES
+            bit = rng.randrange(8)
             position = rng.choice((position, position, near, len(content) - 1 - near))
             content[position] ^= 1 << bit
             return f"bit {bit} of byte {position} flipped"
@@ -203,7 +206,8 @@ def _change_files(
             test: _content(train),
         }
     if fault == "damage metadata":
-        name, fault = rng.choice(("dataset_info.json", "features.json")), rng.choice(BYTE_FAULTS)
+        name = rng.choice(("dataset_info.json", "features.json"))
+        fault = rng.choice(BYTE_FAULTS)
     if fault in BYTE_FAULTS:
         content = bytearray(_content(name))
         return f"{name}: {damage_bytes(rng, content, fault)}", {name: bytes(content)}
@@ -241,7 +245,8 @@ def _change_records(rng: random.Random, records: list[bytes], fault: str) -> str
         label = features["label"].int64_list.value
         label[0] = (label[0] + rng.randrange(1, len(CLASSES))) % len(CLASSES)
     else:
-        image, file = features["image"].bytes_list.value, io.BytesIO()
+        image = features["image"].bytes_list.value
+        file = io.BytesIO()
         pixels = np.array(Image.open(io.BytesIO(image[0])))
         pixels[tuple(map(rng.randrange, pixels.shape))] ^= rng.randrange(1, 256)
         Image.fromarray(pixels).save(file, "PNG")

@@ -90,18 +90,18 @@ class Disk:
         them meanwhile. Every other operation is applied or not at random; of a write, only the
         beginning or zeros may be left.
         """
-        operations, left = self._operations[:moment], []
+        operations = self._operations[:moment]
+        left = []
         synced = {
             operation.number: index
             for index, operation in enumerate(operations)
             if operation.kind == "sync"
         }
-        move_probability, data_probability = (
-            rng.choice(REACH_PROBABILITIES),
-            rng.choice(REACH_PROBABILITIES),
-        )
+        move_probability = rng.choice(REACH_PROBABILITIES)
+        data_probability = rng.choice(REACH_PROBABILITIES)
         for index, operation in enumerate(operations):
-            kind, data = operation.kind, operation.data
+            kind = operation.kind
+            data = operation.data
             lasts = index < settled or any(
                 synced.get(number, -1) > index for number in operation.needs
             )
@@ -117,7 +117,8 @@ class Disk:
 
 def _state(operations: Sequence[_Operation]) -> State:
     """Return the names and contents after some operations; what is in no directory is lost."""
-    paths, contents = {}, defaultdict(bytearray)
+    paths = {}
+    contents = defaultdict(bytearray)
     for kind, number, _, path, offset, data in operations:
         content = contents[number]
         if kind == "move":  # replaces the file that was there

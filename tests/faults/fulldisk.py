@@ -21,7 +21,8 @@ from tests.faults.harness import Experiment, Trial, check
 from tests.faults.runs import Run
 from tests.faults.subjects import OURS
 
-LAST, KEPT = runs.STEPS, 3
+LAST = runs.STEPS
+KEPT = 3
 STEPS = range(3, LAST + 1, 3)  # those that are saved
 POINTS = (
     "start",
@@ -98,7 +99,8 @@ def small_disk(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def _remounted(disk: Path, fault: Fault) -> Iterator[None]:
     for _ in range(20):  # the run may write meanwhile, and more be used than is allowed
-        checkpoints, status = checkpoint.list_checkpoints(disk), os.statvfs(disk)
+        checkpoints = checkpoint.list_checkpoints(disk)
+        status = os.statvfs(disk)
         size = checkpoints[-1].stat().st_size if checkpoints else FIRST_BYTES
         options = {
             "full": f"size={shutil.disk_usage(disk).used + int(fault.amount * size)}",
@@ -127,7 +129,8 @@ def _train(trial: Trial, fault: Fault) -> tuple[Run, list[str]]:
     events = re.findall(r"^event: (.+)$", run.output, re.MULTILINE)
     begin = events.index("fault") if "fault" in events else len(events)
     end = events.index("lifted") if "lifted" in events else len(events)
-    started, done = hooks.STARTED in run.output, f"saved {LAST}" in events
+    started = hooks.STARTED in run.output
+    done = f"saved {LAST}" in events
     errors = re.findall(r"^(?:run|usage): .+$", run.output, re.MULTILINE)
     _, weights = runs.reference(OURS)
     failures = {
@@ -153,7 +156,8 @@ def _watch(directory: Path, fault: Fault) -> None:
     """Let the run in this process begin and end the fault, and print these and its saves as
     events.
     """
-    active, events = contextlib.ExitStack(), []
+    active = contextlib.ExitStack()
+    events = []
 
     def report(event: str) -> None:
         events.append(event)

@@ -102,9 +102,11 @@ def run(experiment: Experiment, log: TrialLog, *, long: bool) -> None:
             with scratch_directory() as scratch:
                 trial = Trial(subject, index, rng, scratch)
                 try:
-                    outcome, ok = experiment.trial(trial), True
+                    outcome = experiment.trial(trial)
+                    ok = True
                 except Failed as failure:
-                    outcome, ok = str(failure), False
+                    outcome = str(failure)
+                    ok = False
             names = {"fault": experiment.name, "subject": subject, "index": index}
             log.add(**names, details=trial.details, outcome=outcome, ok=ok, response=trial.response)
             if sys.stdout.isatty():
@@ -153,7 +155,8 @@ class Child:
     """
 
     def __init__(self, function: Callable[[], Any], output: Path):
-        self._function, self._output = function, output
+        self._function = function
+        self._output = output
         self._process = FORK.Process(target=self._call, daemon=True)
         self.start = time.monotonic()
         self._process.start()

@@ -20,8 +20,10 @@ def inject(trial: Trial) -> str:
     """Inject a non-finite value in one to four consecutive steps; the third in a row ends the
     run.
     """
-    place, tower = list(INJECTORS)[trial.index % len(INJECTORS)], trial.rng.randrange(2)
-    first, count = trial.rng.randrange(2, runs.STEPS - 5), trial.rng.choice((1, 1, 2, 3, 4))
+    place = list(INJECTORS)[trial.index % len(INJECTORS)]
+    tower = trial.rng.randrange(2)
+    first = trial.rng.randrange(2, runs.STEPS - 5)
+    count = trial.rng.choice((1, 1, 2, 3, 4))
     value = trial.rng.choice((np.nan, np.inf, -np.inf))
     trial.details = f"{value} in the {place} of tower_{tower}, steps {first} to {first + count - 1}"
     prepare = functools.partial(INJECTORS[place], tower, range(first, first + count), value)

@@ -236,7 +236,8 @@ def repeat(trial: Trial) -> str:
     process.
     """
     variant = trial.index % 5
-    script, same = variant == 0, ("--deterministic",) if variant == 1 else ()
+    script = variant == 0
+    same = ("--deterministic",) if variant == 1 else ()
     starts = [same] if variant < 2 else _other_reporting(trial.rng)
     trial.details = "script" if script else "; ".join(" ".join(flags) for flags in starts)
     for flags in starts:

@@ -60,7 +60,9 @@ def _send(trial: Trial, run: Run, number: signal.Signals, script: bool) -> str:
     """Send a signal, SIGINT to the whole group as Ctrl-C does, and check how the run ends and
     resumes.
     """
-    sent, finished, recorded = time.monotonic(), bool(run.weights), run.records_signals()
+    sent = time.monotonic()
+    finished = bool(run.weights)
+    recorded = run.records_signals()
     trial.details = (
         f"{'script' if script else 'run'}, {number.name} {sent - run.start:.3f} s after its start"
     )
@@ -77,7 +79,8 @@ def _check_end(trial: Trial, run: Run, number: int, recorded: bool, script: bool
     """Check how a run ended after one signal, which it was to record or to be killed by, and resume
     it.
     """
-    step, saved = max(run.steps, default=0), run.saved
+    step = max(run.steps, default=0)
+    saved = run.saved
     if hooks.STARTED in run.output:  # before, Python may still answer SIGINT with one
         check("Traceback" not in run.output, "traceback")
     check(run.exit_code == (128 + number if recorded else -number), f"exit code {run.exit_code}")
@@ -91,9 +94,11 @@ def interrupt_in(phases: Sequence[str], count: int, trial: Trial) -> str:
     """Send up to `count` signals in one of the phases: the second kills the run at once, and it can
     be resumed.
     """
-    phase, number = phases[trial.index % len(phases)], SIGNALS[trial.index // len(phases) % 2]
+    phase = phases[trial.index % len(phases)]
+    number = SIGNALS[trial.index // len(phases) % 2]
     part, first, last, longest = PHASES[phase]
-    call, delay = trial.rng.randint(first, last), trial.rng.uniform(0, longest)
+    call = trial.rng.randint(first, last)
+    delay = trial.rng.uniform(0, longest)
     trial.details = f"{number.name} in {phase}, call {call}, {delay:.3f} s after its start"
     prepare = functools.partial(_send_during, part, call, delay, number, count)
     with runs.train(OURS, trial.scratch, prepare=prepare) as run:

@@ -21,7 +21,9 @@ from cifar_towers.data import synthetic
 from cifar_towers.errors import DataError
 from cifar_towers.runs.directory import RunDirectory, open_run
 
-OURS, MANAGER, BACKUP = "cifar_towers", "CheckpointManager", "BackupAndRestore"
+OURS = "cifar_towers"
+MANAGER = "CheckpointManager"
+BACKUP = "BackupAndRestore"
 ALL = (OURS, MANAGER, BACKUP)
 MAX_TO_KEEP = 3
 SHAPES = {"kernel": (60, 40), "bias": (40,), "head": (40, 10)}
@@ -70,7 +72,8 @@ def make_save(subject: str, directory: Path) -> Callable[[int], None]:
     if subject == OURS:
         files.make(directory)
         config = _config(directory)
-        run, metadata = RunDirectory(config), {"recipe": recipe_fields(config), "failed_saves": 0}
+        run = RunDirectory(config)
+        metadata = {"recipe": recipe_fields(config), "failed_saves": 0}
     else:
         model = _small_model()
         save_model, _ = PEERS[subject](directory, model)
@@ -96,11 +99,13 @@ def recover(subject: str, directory: Path) -> tuple[int, str]:
         if subject == OURS:
             with open_run(_config(directory)) as run:
                 values, metadata = run.saved or ({}, {"step": 0})
-                step, arrays = metadata["step"], list(values.values())
+                step = metadata["step"]
+                arrays = list(values.values())
         else:
             model = _small_model()
             _, restore = PEERS[subject](directory, model)
-            step, arrays = restore(), [variable.numpy() for variable in model.trainable_variables]
+            step = restore()
+            arrays = [variable.numpy() for variable in model.trainable_variables]
     except Exception as error:
         is_foreseen = subject != OURS or isinstance(error, DataError)
         return 0, f"{'refused' if is_foreseen else 'crashed'}: {type(error).__name__}"

@@ -87,6 +87,7 @@ def test_power_loss_loses_what_was_not_synced(steps):
             assert disk.now() == step
         else:
             assert sorted(states(disk, len(disk)), key=repr) == sorted(step, key=repr)
+
     assert states(disk, moment=0) == [{}]
     assert states(disk, len(disk), settled=len(disk)) == [disk.now()]
 
@@ -95,7 +96,8 @@ def test_power_loss_loses_what_was_not_synced(steps):
 def test_write_whole_survives_power_loss_unless_it_forgets_to_sync(
     tmp_path, monkeypatch, forgotten
 ):
-    path, disk = tmp_path / "file", Disk()
+    path = tmp_path / "file"
+    disk = Disk()
     temporary = files.TEMPORARY + path.name
 
     def sync_file(_):
@@ -125,4 +127,5 @@ def test_write_whole_survives_power_loss_unless_it_forgets_to_sync(
         state.get(path.name) for moment in range(first, len(disk)) for state in states(disk, moment)
     }
     afterwards = {state.get(path.name) for state in states(disk, len(disk))}
+
     assert (meanwhile == {b"old", b"new"} and afterwards == {b"new"}) == (forgotten == "nothing")

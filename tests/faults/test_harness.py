@@ -8,14 +8,17 @@ from tests.faults.subjects import ALL, OURS
 
 
 def test_a_finished_trial_is_not_repeated(tmp_path):
-    ran, path = [], tmp_path / "trials.jsonl"
+    ran = []
+    path = tmp_path / "trials.jsonl"
     experiment = harness.Experiment(
         "fault", (OURS,), 2, 3, lambda trial: ran.append(trial.index) or "held"
     )
     harness.run(experiment, harness.TrialLog(path), long=False)
     path.write_text(path.read_text() + '{"fault": "fault", "sub')  # cut short
     harness.run(experiment, harness.TrialLog(path), long=True)
-    assert ran == [0, 1, 2] and len(harness.TrialLog(path).rows) == 3
+
+    assert ran == [0, 1, 2]
+    assert len(harness.TrialLog(path).rows) == 3
 
 
 @pytest.mark.parametrize(("long", "subjects"), [(False, [OURS]), (True, [*ALL])])
@@ -36,5 +39,6 @@ def test_trials_that_are_not_made_are_no_success(monkeypatch, tmp_path, capsys):
         faults.main()
     monkeypatch.setattr("sys.argv", ["faults", "--only=full disk|same seed"])
     monkeypatch.setattr(harness, "run", lambda experiment, log, long: None)
+
     assert faults.main() == 1
     assert "NOT TRIED same seed" in capsys.readouterr().out

@@ -43,9 +43,12 @@ def test_every_part_is_called_and_every_message_is_printed(tmp_path, monkeypatch
     with pytest.raises(Interrupted) as interrupted:
         train()
     (saved,) = hooks.SAVED.findall(str(interrupted.value))
+
     assert int(saved) >= 3
+
     output = capsys.readouterr().out
     assert hooks.STARTED in output
+
     skipped = re.search(hooks.SKIPPED.format(2), output)
     assert "tower_1" in skipped[0]
 

@@ -70,7 +70,10 @@ def replay(trace: Path, root: Path, marker: str) -> tuple[Disk, list[Call]]:
     Calls on `root/marker` are listed, and not repeated. A file must be open only once at a time. If
     the directory differs from the disk afterwards, raise a RuntimeError.
     """
-    disk, calls, numbers, positions = Disk(), [], Counter(), Counter()
+    disk = Disk()
+    calls = []
+    numbers = Counter()
+    positions = Counter()
     for line in trace.read_text().splitlines():
         if not (match := re.fullmatch(r"(\w+)\((.*?)\)? *(?:= (.*))?", line)):
             continue

@@ -27,7 +27,8 @@ def make_run(
     """Write the directory of a run; its numbers follow from the recipe, the seed and the step."""
     directory.mkdir(parents=True)
     final = 0.9 + 0.02 * (recipe == "speed94") + 0.004 * (3 * seed % 5)
-    records, evaluations = [], []
+    records = []
+    evaluations = []
     for step in range(1, last_step + 1):
         records.append(_train_record(step, final))
         is_last = finished and step == last_step

@@ -14,7 +14,8 @@ class StepRun:
     """The steps of a run of 100 steps, on the towers of the test."""
 
     def __init__(self, towers, examples, config, precision="float32"):
-        self.config, self.towers = config, towers
+        self.config = config
+        self.towers = towers
         self.batches = build.make_batches(config, examples)
         setup = RunSetup(
             config=config,
@@ -59,7 +60,8 @@ class StepRun:
         """Return the functions of the first step: of the selection of hard examples, and the
         step's.
         """
-        batch, rates = self.batches.at(0), self.rates()
+        batch = self.batches.at(0)
+        rates = self.rates()
         if not self.hard_examples:
             return [self.train_step.get_concrete_function(batch, rates)]
         selection = self.hard_examples.select.get_concrete_function(batch, rates)

@@ -20,7 +20,8 @@ from cifar_towers.runs.run import load_run
 from cifar_towers.training import build
 from tests.helpers import short_runs
 
-TRAIN, TEST = synthetic.make(200, 0, 0), synthetic.make(100, 0, 1)
+TRAIN = synthetic.make(200, 0, 0)
+TEST = synthetic.make(100, 0, 1)
 IMAGES = TEST.images[:7]
 NETS = """
 import keras
@@ -81,7 +82,8 @@ def write_run(config):
     """Write the checkpoint of a run, as after training: no norm has variances or scales of one,
     nothing is zero.
     """
-    random, info = np.random.default_rng(0), TEST.info
+    random = np.random.default_rng(0)
+    info = TEST.info
     keras.utils.set_random_seed(0)
     model = build.make_model(config, "float32", info)
     variables = [*model.trainable_variables, *model.non_trainable_variables]
@@ -138,7 +140,9 @@ def test_every_format_gives_the_checkpoints_probabilities_without_this_package(
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, cwd=tmp_path, text=True
     )
+
     assert done.returncode == 0, done.stderr
+
     for name in read:
         assert expected[name].std(0).max() > 0.05
         np.testing.assert_allclose(
@@ -186,6 +190,7 @@ def test_keras_file_is_trained_on(runs, tmp_path):
     losses = model.fit(TRAIN.images, TRAIN.labels, batch_size=50, epochs=3, verbose=0).history[
         "loss"
     ]
+
     assert losses[-1] < 0.95 * losses[0]
 
 

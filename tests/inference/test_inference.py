@@ -34,7 +34,8 @@ from tests.helpers.own_data import write_arrays, write_folder
 from tests.helpers.short_runs import run as train
 from tests.helpers.short_runs import small_runs
 
-TRAIN, TEST = synthetic.make(400, 0, 0), synthetic.make(200, 0, 1)
+TRAIN = synthetic.make(400, 0, 0)
+TEST = synthetic.make(200, 0, 1)
 CONFIG = TrainConfig(
     num_gpus=2,
     dataset="synthetic",
@@ -114,9 +115,11 @@ def test_predictions_are_those_of_the_model_with_averaged_weights(run, here, cap
     settings = {"num_gpus": 2, "precision": "float32", "json": True}
     predict_images(PredictConfig(train_dir=str(run), pictures=("pictures",), **settings))
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
     assert [answer["picture"] for answer in answers] == [
         f"pictures/{index}.png" for index in range(5)
     ]
+
     trained = TrainedModel(TrainedRunConfig(train_dir=str(run)))
     images = trained.augmentation.evaluate(tf.constant(TEST.images[:5]))
     expected = tf.nn.softmax(trained.model(images, training=False)).numpy()
@@ -137,6 +140,7 @@ def test_pictures_are_answered_also_beside_others_that_cannot_be_read(run, here,
     with pytest.raises(DataError, match="broken/9.png .*pipe.png .*not a regular file"):
         predict_images(config)
     answered = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+
     assert answered == ["pictures/1.png", "pictures/2.png"]
 
 
@@ -189,15 +193,20 @@ def test_evaluation_gives_what_training_stored_and_what_predictions_say(run, spl
     (same,) = (s for s in stored if (s["split"], s["weights"], s["tta"]) == (split, "ema", tta))
     for key in ("count", "accuracy", "confusion"):
         assert record[key] == same[key]
+
     assert (record["loss"], record["ece"]) == pytest.approx((same["loss"], same["ece"]), abs=1e-6)
+
     data = TEST if split == "test" else split_validation(TRAIN, 100)[1]
     probabilities = predicted(run, data.images, tta=tta)
+
     assert record["loss"] == pytest.approx(
         -np.log(np.take_along_axis(probabilities, data.labels[:, None], 1)).mean()
     )
     assert record["correct"] == (probabilities.argmax(1) == data.labels).sum()
+
     low, high = record["interval95"]
-    assert 0 < low < record["accuracy"] < high < 1 and not record["changed_data"]
+    assert 0 < low < record["accuracy"] < high < 1
+    assert not record["changed_data"]
 
 
 def test_a_run_is_used_without_its_augmentation(run, here):
@@ -218,14 +227,17 @@ def test_a_run_in_float32_is_evaluated_so_also_where_bfloat16_is_faster(run, mon
     monkeypatch.setattr(hardware, "processor_features", lambda: {"amx_bf16"})
     assert evaluated(run, precision="auto") == own_record(run)
     other = evaluated(run, precision="bfloat16")
-    assert other["precision"] == "bfloat16" and other["loss"] != own_record(run)["loss"]
+    assert other["precision"] == "bfloat16"
+    assert other["loss"] != own_record(run)["loss"]
 
 
 def test_checkpoint_is_chosen_by_its_step_and_weights_by_their_name(run):
     assert {"step-10.npz", "step-12.npz"} <= {path.name for path in list_checkpoints(run)}
-    assert own_record(run)["step"] == 12 and evaluated(run, step=10)["step"] == 10
+    assert own_record(run)["step"] == 12
+    assert evaluated(run, step=10)["step"] == 10
     raw = evaluated(run, weights="raw")
-    assert raw["weights"] == "raw" and raw["loss"] != own_record(run)["loss"]
+    assert raw["weights"] == "raw"
+    assert raw["loss"] != own_record(run)["loss"]
 
 
 def test_own_model_is_executed_only_if_the_user_names_it_wherever_it_is_now(tmp_path):
@@ -239,17 +251,18 @@ def test_own_model_is_executed_only_if_the_user_names_it_wherever_it_is_now(tmp_
     for use in (evaluated, lambda run: predicted(run, TEST.images)):
         with pytest.raises(UsageError, match=f"--model={file}:tiny"):
             use(config.train_dir)
+
     assert not executed.exists()
+
     file.rename(moved)
-    assert (
-        evaluated(config.train_dir, model=f"{moved}:tiny")["accuracy"] == accuracy
-        and executed.exists()
-    )
+    assert evaluated(config.train_dir, model=f"{moved}:tiny")["accuracy"] == accuracy
+    assert executed.exists()
 
 
 def test_layers_derive_values_from_restored_variables(tmp_path):
     """A `Normalization` that the net adapts in the process that trains, and only there."""
-    file, trained = tmp_path / "nets.py", tmp_path / "trained"
+    file = tmp_path / "nets.py"
+    trained = tmp_path / "trained"
     file.write_text(
         f"""{Path(nets.__file__).read_text()}
 import pathlib
@@ -270,6 +283,7 @@ def adapted(image_size, num_classes):
     loss = train(config)["evaluations"][-1]["loss"]
     trained.touch()
     evaluation = evaluated(config.train_dir, model=config.model)
+
     assert evaluation["loss"] == pytest.approx(loss, rel=1e-5)
 
 
@@ -277,36 +291,45 @@ def adapted(image_size, num_classes):
 
 
 def test_own_folder_is_evaluated_where_it_is_now_and_not_if_it_changed(tmp_path):
-    place, moved = tmp_path / "set", tmp_path / "moved"
+    place = tmp_path / "set"
+    moved = tmp_path / "moved"
     data = write_folder(place, train=TRAIN.take(slice(150)), test=TEST.take(slice(150)))
     config = replace(
         CONFIG, model=TINY_NET, dataset=data, crop=0, num_gpus=1, train_dir=str(tmp_path / "mine")
     )
     accuracy = train(config)["evaluations"][-1]["accuracy"]
     record = evaluated(config.train_dir, model=TINY_NET)
-    assert record["accuracy"] == accuracy and [*record["per_class"]] == sorted(synthetic.CLASSES)
+
+    assert record["accuracy"] == accuracy
+    assert [*record["per_class"]] == sorted(synthetic.CLASSES)
+
     place.rename(moved)
     record = evaluated(config.train_dir, model=TINY_NET, dataset=f"folder:{moved}")
+
     assert (record["accuracy"], record["changed_data"]) == (accuracy, False)
+
     moved.rename(place)
     next((place / "test").glob("*/*.png")).unlink()
     for named in ("", data):
         with pytest.raises(DataError, match="--allow_changed_data"):
             evaluated(config.train_dir, model=TINY_NET, dataset=named)
     record = evaluated(config.train_dir, model=TINY_NET, allow_changed_data=True)
+
     assert (record["count"], record["changed_data"]) == (149, True)
 
 
 def test_other_sets_are_scored_by_the_names_of_their_classes(run, tmp_path):
     """They have some of the run's classes, in any order."""
-    own, few = np.array(own_record(run)["confusion"]), TEST.labels < 4
+    own = np.array(own_record(run)["confusion"])
+    few = TEST.labels < 4
     data = write_arrays(tmp_path / "set", test=TEST.take(few))
     record = evaluated(run, dataset=data)
+
     assert (record["count"], record["changed_data"]) == (few.sum(), True)
     np.testing.assert_array_equal(record["confusion"][:4], own[:4])
-    assert not np.any(record["confusion"][4:]) and np.isnan(
-        record["per_class"][synthetic.CLASSES[9]]
-    )
+    assert not np.any(record["confusion"][4:])
+    assert np.isnan(record["per_class"][synthetic.CLASSES[9]])
+
     names = TEST.info._replace(class_names=tuple(f"my {name}" for name in synthetic.CLASSES))
     others = write_arrays(tmp_path / "others", test=replace(TEST, info=names))
     for settings, error, named in (
@@ -318,7 +341,8 @@ def test_other_sets_are_scored_by_the_names_of_their_classes(run, tmp_path):
 
 
 def test_a_part_of_a_split_is_scored(run):
-    record, probabilities = evaluated(run, num_images=20), predicted(run, TEST.images[:20])
+    record = evaluated(run, num_images=20)
+    probabilities = predicted(run, TEST.images[:20])
     right = probabilities.argmax(1) == TEST.labels[:20]
     assert (record["count"], record["correct"], record["changed_data"]) == (20, right.sum(), False)
 
@@ -336,6 +360,7 @@ def test_the_example_evaluates_a_run_on_each_set_of_corrupted_images(run, monkey
     corruptions.main(run)
     lines = capsys.readouterr().out.splitlines()
     accuracies = [f"{100 * right.mean():.2f} %", "100.00 %", "0.00 %"]
+
     assert lines == [
         f"cifar10_corrupted/{name}_{severity}: {accuracy}"
         for name in corruptions.CORRUPTIONS

@@ -34,7 +34,8 @@ class Page:
     """The elements and texts of a page, which must be well-formed."""
 
     def __init__(self, html):
-        self.html, root = html, ElementTree.fromstring(html)
+        self.html = html
+        root = ElementTree.fromstring(html)
         self.tags = {element.tag for element in root.iter()}
         self.attributes = [
             (element.tag, *pair) for element in root.iter() for pair in element.items()
@@ -84,24 +85,27 @@ def test_page_of_the_program_is_self_contained(tmp_path, monkeypatch, capsys):
     runs = [*make_runs(tmp_path), make_run(tmp_path / "resnet20", "resnet20", towers=4)]
     (runs[2] / "result.json").unlink()
     monkeypatch.chdir(tmp_path)
-    assert (
-        call(monkeypatch, "report", *runs, "--out=page.html") == 0
-        and capsys.readouterr().out == "page.html\n"
-    )
+
+    assert call(monkeypatch, "report", *runs, "--out=page.html") == 0
+    assert capsys.readouterr().out == "page.html\n"
+
     page = Page((tmp_path / "page.html").read_text())
-    assert (
-        page.html.startswith("<!DOCTYPE html>")
-        and not {"script", "iframe", "object", "base"} & page.tags
-    )
+    assert page.html.startswith("<!DOCTYPE html>")
+    assert not {"script", "iframe", "object", "base"} & page.tags
     assert len(page.images) == 4 + 2 * 4  # curves; confusion matrix and mistakes of each run
+
     for image in page.images:
         kind, content = image["src"].split(",", 1)
         picture = Image.open(io.BytesIO(base64.b64decode(content, validate=True)))
         picture.load()
-        assert kind == "data:image/png;base64" and image["alt"] and min(picture.size) > 100
+        assert kind == "data:image/png;base64"
+        assert image["alt"]
+        assert min(picture.size) > 100
     for tag, name, value in page.attributes:
-        assert not name.startswith("on") and tag != "a"
+        assert not name.startswith("on")
+        assert tag != "a"
         assert name not in ("src", "href") or value.startswith("data:")
+
     assert not re.search(r"url\(|@import|https?://", page.html)
     assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'" in page.html
 
@@ -110,7 +114,8 @@ def test_results_of_runs_and_of_groups_are_those_of_their_files(tmp_path, undraw
     runs = make_runs(tmp_path)
     page = render(*runs, *make_runs(tmp_path, recipe="other"))
     for seed, run in enumerate(runs):
-        result, cells = read_result(run), page.results(run.name)
+        result = read_result(run)
+        cells = page.results(run.name)
         for heading, score in zip((RAW, TTA), result["evaluations"], strict=True):
             assert cells[heading] == f"{100 * score['accuracy']:.2f}\nloss {score['loss']:.4f}"
         assert cells["images/s"] == f"{result['images_per_sec']:,.0f}"
@@ -126,6 +131,7 @@ def test_results_of_runs_and_of_groups_are_those_of_their_files(tmp_path, undraw
         assert (
             page.results("speed94\nseeds 0, 1, 2", table=1)[heading.replace(", %", "")] == expected
         )
+
     assert any(text.startswith("speed94 - other: +2.00 points") for text in page.texts)
 
 
@@ -136,20 +142,24 @@ def test_mean_is_over_finished_runs(tmp_path, undrawn):
     ]
     page = render(*runs)
     mean = page.results("speed94\nseeds 0, 1", table=1)["accuracy\ntest/raw"]
+
     assert mean == f"{accuracies(runs[:1], False)[0]:.2f} % (n=1)"
-    newest, unfinished = read_records(runs[1], "eval")[-1], page.results("s1")
-    assert unfinished["steps"] == "7\nunfinished" and unfinished[TTA] == "-"
-    assert newest["step"] == 6 and unfinished[RAW].startswith(f"{100 * newest['accuracy']:.2f}\n")
-    assert (
-        unfinished[REPORTED].endswith("test/raw at step 6")
-        and "at step" not in page.results("s0")[REPORTED]
-    )
+
+    newest = read_records(runs[1], "eval")[-1]
+    unfinished = page.results("s1")
+
+    assert unfinished["steps"] == "7\nunfinished"
+    assert unfinished[TTA] == "-"
+    assert newest["step"] == 6
+    assert unfinished[RAW].startswith(f"{100 * newest['accuracy']:.2f}\n")
+    assert unfinished[REPORTED].endswith("test/raw at step 6")
+    assert "at step" not in page.results("s0")[REPORTED]
+
     change(runs[0], "result.json", step=4)  # continued after its result
     page = render(*runs)
-    assert (
-        page.results("s0")["steps"] == "8\nunfinished"
-        and page.results("s0")["weights\nsha256"] == "-"
-    )
+
+    assert page.results("s0")["steps"] == "8\nunfinished"
+    assert page.results("s0")["weights\nsha256"] == "-"
     assert "speed94\nseeds 0, 1" not in [row[0] for row in page.rows]
 
 
@@ -157,13 +167,17 @@ def test_mean_is_over_finished_runs(tmp_path, undrawn):
     "missing", ["environment.json", "result.json", "mistakes.png", "train", "eval"]
 )
 def test_missing_files_and_records_are_left_out(tmp_path, undrawn, missing):
-    run, other = make_run(tmp_path / "run"), make_run(tmp_path / "other", "resnet20")
+    run = make_run(tmp_path / "run")
+    other = make_run(tmp_path / "other", "resnet20")
     if missing in ("train", "eval"):
         write_records(run, [record for record in read_records(run) if record["kind"] != missing])
     else:
         (run / missing).unlink()
+
     assert render(run, other).results("run")["run"] == "run"
-    complete, page = render(other), render(run)
+
+    complete = render(other)
+    page = render(run)
     parts = {"mistakes.png": "mistakes", "train": "training loss", "eval": "test/raw accuracy"}
     for part in parts.values():
         assert any(part in image["alt"] for image in complete.images), part
@@ -176,7 +190,8 @@ def test_all_strings_are_escaped(tmp_path, undrawn):
     """Every string of the files, and the directories' names, would break a page that does not
     escape them.
     """
-    run, other = make_run(tmp_path / "<b>&lt;'\"<script>"), make_run(tmp_path / "<i>", last_step=1)
+    run = make_run(tmp_path / "<b>&lt;'\"<script>")
+    other = make_run(tmp_path / "<i>", last_step=1)
     write_records(other, [{"kind": "train", "step": 1, "epoch": 1}])
     change(run, "config.json", recipe=HOSTILE, seed=HOSTILE, model=HOSTILE, **{HOSTILE: HOSTILE})
     change(
@@ -192,14 +207,15 @@ def test_all_strings_are_escaped(tmp_path, undrawn):
         record | {"split": HOSTILE, "weights": HOSTILE} for record in read_records(run, "eval")
     ]
     write_records(run, read_records(run, "train") + evaluations)
-    page, plain = (
-        render(run, other),
-        render(make_run(tmp_path / "plain"), make_run(tmp_path / "too", batch_size=2)),
-    )
+    page = render(run, other)
+    plain = render(make_run(tmp_path / "plain"), make_run(tmp_path / "too", batch_size=2))
     names = {name for _, name, _ in page.attributes}
-    assert page.tags <= plain.tags and names <= {name for _, name, _ in plain.attributes}
+
+    assert page.tags <= plain.tags
+    assert names <= {name for _, name, _ in plain.attributes}
     assert all(image["src"].startswith("data:image/png;base64,") for image in page.images)
     assert page.row(HOSTILE) == [HOSTILE, "-"]  # the setting
+
     (command,) = [text for text in page.texts if text.endswith(" 'a b'")]
     assert shlex.split(command) == [HOSTILE, "a b"]
 
@@ -210,11 +226,14 @@ def test_differing_and_shared_settings_and_commands(tmp_path, undrawn):
         for seed, name in enumerate("ab")
     ]
     page = render(*runs)
-    assert page.row("batch_size") == ["1536", "1535"] and page.row("git_revision") == [
+
+    assert page.row("batch_size") == ["1536", "1535"]
+    assert page.row("git_revision") == [
         "abc1230",
         "abc1231",
     ]
     assert page.row("model") == ["net"]  # shared
+
     commands = [shlex.split(text) for text in page.texts if text.startswith("cifar-towers train ")]
     assert [command[2] for command in commands] == ["--seed=0", "--seed=1"]
 
@@ -230,11 +249,15 @@ def test_every_run_has_the_name_of_its_data_set(tmp_path, undrawn):
 
 def test_curves_have_a_band_of_several_runs_and_are_averaged_over_neighbors():
     x, mean, low, high = report.mean_curve([{0: 1.0, 1: 3.0}, {0: 3.0, 1: 5.0, 2: 6.0}])
+
     assert x.tolist() == [0, 1, 2] and mean.tolist() == [2, 4, 6]  # one run has ended before 2
     np.testing.assert_allclose(high - mean, [2**0.5, 2**0.5, 0])
     np.testing.assert_allclose(mean - low, high - mean)
+
     x, mean = report.mean_curve([{epoch: float(epoch % 2) for epoch in range(1200)}])
-    assert len(x) == report.MAX_POINTS and np.all(mean == 0.5) and x[0] == 4.5
+    assert len(x) == report.MAX_POINTS
+    assert np.all(mean == 0.5)
+    assert x[0] == 4.5
 
 
 def test_more_groups_than_a_picture_can_distinguish_take_several(tmp_path, undrawn):

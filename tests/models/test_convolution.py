@@ -69,7 +69,10 @@ def test_values_and_gradients_equal_tensorflows(monkeypatch, layer, shape, windo
         assert error <= max(1.5 * allowed, rounding * np.abs(true).max())
 
 
-CPU, GPU, AVX2, AVX512 = "/CPU:1", "/GPU:0", ("avx2",), ("avx2", "avx512f")
+CPU = "/CPU:1"
+GPU = "/GPU:0"
+AVX2 = ("avx2",)
+AVX512 = ("avx2", "avx512f")
 # processor, then dtype, channels, device, strides, padding and filters of 3x3 kernels: the form is
 # faster
 FORMS = [
@@ -168,6 +171,7 @@ def test_winograd_transforms_are_exact(tile):
     expected = np.zeros_like(weights)
     for y, x, row, column in np.ndindex(tile, tile, 3, 3):
         expected[y * tile + x, (y + row) * side + x + column, row * 3 + column] = 1
+
     assert (weights == expected).all()
 
 

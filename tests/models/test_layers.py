@@ -12,11 +12,15 @@ def test_batch_norm_normalizes_and_returns_float32_averages(dtype, atol):
     x = np.random.default_rng(0).normal(3, 2, (8, 5, 5, 4)).astype("f4")
     layer = BatchNorm(momentum=0.6, dtype=dtype)
     layer.build(x.shape)
-    weights, statistics = layer.trainable_variables, layer.non_trainable_variables
+    weights = layer.trainable_variables
+    statistics = layer.non_trainable_variables
     y, (mean, variance) = layer.stateless_call(
         weights, statistics, tf.cast(x, layer.compute_dtype), training=True
     )
-    assert y.dtype == layer.compute_dtype and mean.dtype == variance.dtype == "float32"
+
+    assert y.dtype == layer.compute_dtype
+    assert mean.dtype == variance.dtype == "float32"
+
     expected = (x - x.mean((0, 1, 2))) / np.sqrt(x.var((0, 1, 2)) + layer.epsilon)
     np.testing.assert_allclose(tf.cast(y, "float32"), expected, atol=atol)
     np.testing.assert_allclose(mean, 0.4 * x.mean((0, 1, 2)), rtol=0.1 * atol)
@@ -29,10 +33,12 @@ def test_batch_norm_evaluates_with_moving_statistics():
     layer.build((None, 2, 2, 1))
     layer.moving_mean.assign([4.0])
     layer.moving_variance.assign([9.0])
+
     np.testing.assert_allclose(
         layer(tf.fill([1, 2, 2, 1], 10.0)), np.full((1, 2, 2, 1), 2.0), rtol=1e-5
     )
-    assert layer.gamma is None and [v.name for v in layer.trainable_variables] == ["beta"]
+    assert layer.gamma is None
+    assert [v.name for v in layer.trainable_variables] == ["beta"]
 
 
 @pytest.mark.parametrize("dtype", [tf.float32, tf.float64])
@@ -49,12 +55,16 @@ def test_local_response_norm_equals_tensorflows(dtype):
 def test_compiled_activations_and_gradients(monkeypatch, name, witness, xla_runs):
     monkeypatch.setattr(convolution, "xla_runs", lambda: xla_runs)
     traced = tf.function(COMPILED[name]).get_concrete_function(tf.TensorSpec([101]))
+
     assert ("_XlaMustCompile" in str(traced.graph.as_graph_def().library)) == xla_runs
+
     x = tf.linspace(-6.0, 6.0, 101)
     with tf.GradientTape(persistent=True) as tape:
         tape.watch(x)
-        ours, theirs = COMPILED[name](x), witness(x)
+        ours = COMPILED[name](x)
+        theirs = witness(x)
     gradients = [tape.gradient(y, x, output_gradients=tf.cos(x)) for y in (ours, theirs)]
+
     np.testing.assert_allclose(ours, theirs, atol=1e-6)
     np.testing.assert_allclose(*gradients, atol=1e-5)
 
@@ -85,7 +95,8 @@ def test_layers_deserialize_from_their_config():
 )
 def test_conv2d_equals_keras_for_all_options(options):
     images = np.random.default_rng(0).normal(size=(2, 9, 9, 3)).astype("f4")
-    ours, theirs = Conv2D(6, 3, **options), keras.layers.Conv2D(6, 3, **options)
+    ours = Conv2D(6, 3, **options)
+    theirs = keras.layers.Conv2D(6, 3, **options)
     ours(images), theirs(images)
     theirs.set_weights(ours.get_weights())
     np.testing.assert_allclose(ours(images), theirs(images), atol=1e-5)
@@ -99,8 +110,10 @@ def test_conv2d_computes_no_row_that_pooling_discards(high, wide):
     images = tf.random.stateless_normal([2, high, wide, 24], [0, 1])
     even, whole = (Conv2D(64, 3, padding="same", even_output=even) for even in (True, False))
     sizes = even(images).shape[1:3], whole(images).shape[1:3]
+
     assert sizes[0] == even.compute_output_shape(images.shape)[1:3]
     assert sizes[0] == tuple(size - size % 2 for size in sizes[1])
+
     even.set_weights(whole.get_weights())
     weight = tf.random.stateless_normal([2, sizes[0][0] // 2, sizes[0][1] // 2, 64], [2, 3])
 

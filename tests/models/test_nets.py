@@ -40,14 +40,18 @@ def test_number_of_parameters(name):
 def test_logits_and_a_gradient_for_every_weight(name, size, dtype):
     """A speednet that is built for no size takes images of any."""
     model = MODELS[name](image_size=size, dtype=dtype)
+
     assert model.input_shape == (None, size, size, 3)
+
     images = tf.random.normal([4, size or 20, size or 20, 3])
     values = [tf.convert_to_tensor(variable) for variable in model.trainable_variables]
     frozen = [tf.convert_to_tensor(variable) for variable in model.non_trainable_variables]
     with tf.GradientTape() as tape:
         tape.watch(values)
         logits, _ = model.stateless_call(values, frozen, images, training=True)
-    assert logits.shape == (4, 10) and logits.dtype == tf.float32
+
+    assert logits.shape == (4, 10)
+    assert logits.dtype == tf.float32
     assert [gradient.shape for gradient in tape.gradient(logits, values)] == [
         value.shape for value in values
     ]
@@ -86,5 +90,6 @@ def test_whitening_is_that_of_earlier_versions():
     filters = whitening_kernel([images])[..., :12].reshape(12, 12).astype("f8")
     product = filters @ filters.T
     known = [126.79610658, -0.66111789, -3.84235131, -46.26732837]
+
     np.testing.assert_allclose(product[0, :4], known, rtol=1e-5)
     assert np.trace(product) == pytest.approx(1609.507974143399, rel=1e-6)

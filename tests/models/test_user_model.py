@@ -55,7 +55,8 @@ class Computes(L.Layer):
 class Subclassed(keras.Model):
     def __init__(self, classes=10):
         super().__init__()
-        self.flat, self.head = L.Flatten(), L.Dense(classes, kernel_initializer="zeros")
+        self.flat = L.Flatten()
+        self.head = L.Dense(classes, kernel_initializer="zeros")
 
     def call(self, x):
         return self.head(self.flat(x))
@@ -214,7 +215,8 @@ def test_a_training_checks_its_net_and_a_restored_one_is_not_checked(tmp_path):
 
 def test_a_net_that_an_earlier_run_may_have_trained_is_refused():
     """Also a part of one, and one that gets its variables in the first call."""
-    whole, backbone = net(), L.Conv2D(2, 3, name="backbone")
+    whole = net()
+    backbone = L.Conv2D(2, 3, name="backbone")
     part = lambda: net(backbone)  # noqa: E731
     checked(part)
     for make, variable in ((lambda: whole, "head/kernel"), (part, "backbone/kernel")):
@@ -227,7 +229,8 @@ def test_arguments_are_passed_by_name():
         return net(L.Conv2D(width, 3), image_size=image_size, classes=num_classes)
 
     model = user_model.build_model(make, 20, 7, "mixed_bfloat16")
-    assert model.output_shape == (None, 7) and model.layers[1].compute_dtype == "bfloat16"
+    assert model.output_shape == (None, 7)
+    assert model.layers[1].compute_dtype == "bfloat16"
     assert keras.config.dtype_policy().name == "float32"
 
 
@@ -249,11 +252,10 @@ def test_a_sequential_model_becomes_a_graph_of_its_layers():
 def test_a_model_with_a_graph_is_trained_with_its_own_call():
     """Training and evaluation rebuild models with more outputs."""
     model = checked(OwnCall)
-    rebuilt, images = (
-        keras.Model(model.input, model.output),
-        np.random.default_rng(0).random((2, 24, 24, 3), "f4"),
-    )
+    rebuilt = keras.Model(model.input, model.output)
+    images = np.random.default_rng(0).random((2, 24, 24, 3), "f4")
     kernel, bias = (variable.numpy() for variable in model.trainable_variables)
+
     np.testing.assert_allclose(
         rebuilt(images), 2 * images.reshape(2, -1) @ kernel + bias, atol=1e-5
     )
@@ -292,4 +294,5 @@ def test_all_kinds_of_batch_norms_are_synchronized(towers, kind):
     (one, _), (two, new_statistics) = run(1), run(2)
     for by_tower in zip(*new_statistics, strict=True):
         np.testing.assert_allclose(*by_tower, rtol=1e-6)
+
     np.testing.assert_allclose(two, one, atol=1e-5)

@@ -54,6 +54,7 @@ def test_cluster_from_slurm(monkeypatch, node, place, index):
     variables |= {"SLURMD_NODENAME": node, "SLURM_LOCALID": str(place)}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+
     assert resolved(os.environ) == Workers(
         ("gpu10:20007", "gpu10:20008", "gpu9:20007", "gpu9:20008"), index
     )

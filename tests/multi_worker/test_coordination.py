@@ -35,7 +35,11 @@ def test_values_of_the_first_replica_are_gathered(towers):
         "weights": [np.arange(6, dtype=np.float32).reshape(2, 3), np.array(7)],
     }
     (back,) = gather(value | {"b": np.float32(0.1), "nan": float("nan")})
-    assert back["a"] == value["a"] and back["b"] == float(np.float32(0.1)) and np.isnan(back["nan"])
+
+    assert back["a"] == value["a"]
+    assert back["b"] == float(np.float32(0.1))
+    assert np.isnan(back["nan"])
+
     for mine, theirs in zip(back["weights"], value["weights"], strict=True):
         assert mine.dtype == theirs.dtype
         np.testing.assert_array_equal(mine, theirs)
@@ -43,7 +47,9 @@ def test_values_of_the_first_replica_are_gathered(towers):
         assert gather(other) == [other]
 
 
-A, B, C = "worker 0 of 3 (a:1)", "worker 1 of 3 (b:1)", "worker 2 of 3 (c:1)"
+A = "worker 0 of 3 (a:1)"
+B = "worker 1 of 3 (b:1)"
+C = "worker 2 of 3 (c:1)"
 OOM = "OOM when allocating tensor with shape[9,9]\n"
 SILENT = (
     "Error reported from /job:worker/task:2: The following tasks are unhealthy (stopped sending "
@@ -91,7 +97,8 @@ def test_errors_about_other_workers_name_them_and_those_of_this_worker_stay(
         found = coordination._explain(dataclasses.replace(CLUSTER, index=index), each)
         assert (found and found.exit_code) == exit_code
         assert found is None or type(found) is (WorkerLostError if exit_code == 5 else RunError)
-        assert all(part in str(found) for part in named) and "\n" not in str(found)
+        assert all(part in str(found) for part in named)
+        assert "\n" not in str(found)
 
 
 DATA = Dataset("mine", *(synthetic.make(10, 0, stream) for stream in range(3)))

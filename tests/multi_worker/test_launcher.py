@@ -34,7 +34,8 @@ def launch(tmp_path):
     """
 
     def run(program, num_workers=0, max_restarts=3):
-        logged, log = [], tmp_path / "log"
+        logged = []
+        log = tmp_path / "log"
         command = [sys.executable, "-c", PROGRAM + program, str(log), "--flag"]
         code = launcher.launch(command, num_workers, max_restarts, logged.append)
         return code, [line.split() for line in log.read_text().splitlines()], logged
@@ -60,21 +61,29 @@ EXITS = [
 @pytest.mark.parametrize(("exits", "code", "num_starts"), EXITS)
 def test_restarts_only_after_exit_codes_that_may_not_recur(launch, exits, code, num_starts):
     exit_code, starts, logged = launch(f"sys.exit({exits})", max_restarts=2)
-    assert exit_code == code and len(starts) == num_starts and len(logged) == num_starts - 1
+    assert exit_code == code
+    assert len(starts) == num_starts
+    assert len(logged) == num_starts - 1
     assert [line[2:] for line in starts] == [["--flag"]] * num_starts
 
 
 def test_workers_get_a_cluster_and_a_share_of_the_cores(launch, monkeypatch, capfd):
     monkeypatch.setenv("TF_CONFIG", "{}")  # is replaced in each worker
     code, starts, _ = launch("print(cluster, flush=True)", num_workers=2)
-    assert code == 0 and sorted(line[0] for line in starts) == ["0", "1"]
+
+    assert code == 0
+    assert sorted(line[0] for line in starts) == ["0", "1"]
     assert [line[2:] for line in starts] == [["--flag", "--strategy=multi_worker"]] * 2
+
     printed = capfd.readouterr()
     first = json.loads(printed.out)
     second = json.loads(printed.err.removeprefix("worker 1: "))
-    assert first["cluster"] == second["cluster"] and len({*first["cluster"]["worker"]}) == 2
+
+    assert first["cluster"] == second["cluster"]
+    assert len({*first["cluster"]["worker"]}) == 2
     assert first["task"] == {"type": "worker", "index": 0}
     assert second["task"] == {"type": "worker", "index": 1}
+
     cores = len(os.sched_getaffinity(0))
     assert sum(int(line[1]) for line in starts) == (cores if cores > 1 else 2)
 
@@ -99,13 +108,19 @@ def test_failed_worker_ends_the_others_and_is_named(launch, monkeypatch, capfd):
     last = "os.write(1, b'last words \\xff'); sys.exit(5)"
     program = f"if index == 1:\n    {ALL_STARTED}    {last}\ntime.sleep(60)"
     code, starts, logged = launch(program, num_workers=3, max_restarts=1)
-    assert code == 5 and len(starts) == 6
+
+    assert code == 5
+    assert len(starts) == 6
+
     (line,) = logged
-    assert "worker 1 " in line and " 5;" in line
+    assert "worker 1 " in line
+    assert " 5;" in line
     assert capfd.readouterr().err.count("worker 1: last words") == 2
 
 
 def test_signal_is_forwarded_and_prevents_restarts(launch):
     program = f"if index == 1:\n    {ALL_STARTED}    os.kill(os.getppid(), 15)\ntime.sleep(60)"
     code, starts, logged = launch(program, num_workers=3)
-    assert code == 128 + signal.SIGTERM and len(starts) == 3 and not logged
+    assert code == 128 + signal.SIGTERM
+    assert len(starts) == 3
+    assert not logged

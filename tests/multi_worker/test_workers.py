@@ -82,9 +82,8 @@ def wait_for(path, process):
     """Wait until a process has created a file."""
     deadline = time.monotonic() + 120
     while not path.exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate(
-            timeout=1
-        )[0]
+        assert process.poll() is None, process.communicate(timeout=1)[0]
+        assert time.monotonic() < deadline, process.communicate(timeout=1)[0]
         time.sleep(0.02)
 
 
@@ -111,6 +110,7 @@ def test_two_workers_train_as_two_towers(flags, tmp_path):
             TrainConfig, [*flags, "--num_gpus=2", f"--train_dir={tmp_path / 'towers'}"]
         )
     )
+
     assert_same_variables(tmp_path / "workers", tmp_path / "towers", rtol=1e-4, atol=1e-6)
 
 
@@ -118,15 +118,18 @@ def test_two_workers_train_as_two_towers(flags, tmp_path):
 def test_two_workers_have_the_same_bits_as_two_towers(flags, tmp_path):
     run_all(tmp_path / "workers", *flags, workers=2)
     run_all(tmp_path / "towers", *flags, "--num_gpus=2")
+
     assert weights(tmp_path / "workers") == weights(tmp_path / "towers")
     assert_same_variables(tmp_path / "workers", tmp_path / "towers")
+
     ours, others = (
         files.read_json(tmp_path / name / "result.json")["evaluations"]
         for name in ("workers", "towers")
     )
     for one, other in zip(ours, others, strict=True):
         assert one.pop("loss") == pytest.approx(other.pop("loss"))
-        assert one == other and one["count"] == 40
+        assert one == other
+        assert one["count"] == 40
     lines = [
         (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         for name in ("workers", "towers")
@@ -141,12 +144,14 @@ def test_two_workers_have_the_same_bits_as_two_towers(flags, tmp_path):
 @pytest.mark.slow
 def test_checkpoint_moves_from_workers_to_towers_and_back(shared, tmp_path):
     """Without batch normalization the number of workers makes no difference but rounding."""
-    changing, straight = tmp_path / "changing", tmp_path / "straight"
+    changing = tmp_path / "changing"
+    straight = tmp_path / "straight"
     flags = [*shared, f"--model={net('regularized')}", "--ema_decay=0.5", "--learning_rate=0.01"]
     run_all(changing, *flags, "--max_steps=4", workers=3)
     run_all(changing, *flags, "--max_steps=8", "--num_gpus=2")
     run_all(changing, *flags, "--max_steps=12", workers=2)
     run_all(straight, *flags, "--max_steps=12", "--num_gpus=1")
+
     assert find_checkpoint(changing).name == "step-12.npz"
     # the average loss is the final tower's, whose shard differs
     assert_same_variables(changing, straight, rtol=1e-4, atol=1e-6, ignored="loss_average")
@@ -179,12 +184,12 @@ def test_bad_cluster_ends_every_worker_with_a_line_that_names_it(
         for index, seed, places in started
     ]
     outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
+
     assert [process.returncode for process in processes] == codes, outputs
+
     for output, line in zip(outputs, lines, strict=True):
-        assert (
-            re.search(line.format(*addresses), output.splitlines()[-1])
-            and "Traceback" not in output
-        ), output
+        assert re.search(line.format(*addresses), output.splitlines()[-1]), output
+        assert "Traceback" not in output, output
 
 
 def listening_ports(pid):
@@ -203,8 +208,10 @@ def test_workers_open_one_port_each_and_a_signal_to_one_saves_and_ends_all(start
     ports = [listening_ports(worker.pid) for worker in workers]
     workers[1].send_signal(signal.SIGTERM)
     outputs = [process.communicate(timeout=60)[0] for process in workers]
+
     assert ports == [{port_of(address)} for address in start_worker.addresses]
     assert [process.returncode for process in workers] == [143, 143], outputs
+
     saved = step_of(find_checkpoint(tmp_path / "run"))
     assert all(f"step {saved}:" in output.strip().splitlines()[-1] for output in outputs), outputs
 
@@ -221,9 +228,8 @@ def test_lost_worker_is_named_and_all_are_restarted(flags, tmp_path):
     wait_for(tmp_path / "run" / "step-10.npz", launcher)
     psutil.Process(launcher.pid).children()[1].kill()
     output, _ = launcher.communicate(timeout=300)
+
     assert launcher.returncode == 0, output
-    assert (
-        lines_with(output, "worker 1 of 2")
-        and lines_with(output, "restart 1 ", " 1")
-        and "resuming" in output
-    )
+    assert lines_with(output, "worker 1 of 2")
+    assert lines_with(output, "restart 1 ", " 1")
+    assert "resuming" in output

@@ -23,6 +23,7 @@ def test_a_pipe_gets_one_plain_line_per_epoch_and_a_terminal_a_live_line(termina
     progress.epoch(STATUS)
     progress.epoch(UNKNOWN)
     text = out.getvalue()
+
     assert all(
         part in text
         for part in ("1.00/2.00", "1.5000", "50.00 %", "1,234 ", "0:01:05", "step 8", " - images")
@@ -38,7 +39,9 @@ def test_a_notebook_has_no_escape_codes(monkeypatch, capsys):
     progress.step(STATUS)
     progress.epoch(STATUS)
     written = capsys.readouterr().out
-    assert "\x1b" not in written and written.count("\n") == 1
+
+    assert "\x1b" not in written
+    assert written.count("\n") == 1
 
 
 def test_an_ascii_terminal_and_a_closed_one_do_not_end_a_run(monkeypatch):

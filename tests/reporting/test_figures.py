@@ -69,7 +69,8 @@ def decode(png):
 @pytest.fixture
 def drawn(monkeypatch):
     """Return a function that returns Matplotlib's texts that the test has drawn."""
-    texts, draw = [], Text.draw
+    texts = []
+    draw = Text.draw
 
     def draw_and_record(text, renderer):
         texts.append(text)
@@ -89,6 +90,7 @@ def drawn(monkeypatch):
 def test_nothing_is_cut_off_and_no_text_lies_upon_another(drawn, name):
     picture = decode(PICTURES[name]())
     edges = [picture[0], picture[-1], picture[:, 0], picture[:, -1]]
+
     assert all((edge == 255).all() for edge in edges)
     assert np.ptp(picture) > 100
 
@@ -98,6 +100,7 @@ def test_nothing_is_cut_off_and_no_text_lies_upon_another(drawn, name):
     starts, ends = (np.array([getattr(box, name) for box in boxes]) for name in ("min", "max"))
     # of every two
     common = (np.minimum(ends[:, None], ends) - np.maximum(starts[:, None], starts)).min(2)
+
     assert np.triu(common, 1).max() <= 1.5  # pixels
 
 
@@ -108,6 +111,7 @@ def test_confusion_matrix_shows_shares_recall_precision_and_accuracy(drawn):
     figures.confusion_matrix(np.array([[9999, 1, 0], [4, 95, 1], [0, 0, 0]]), SHAPES, "$x$")
     texts = drawn()
     lines = {line for text in texts for line in text.get_text().split("\n")}
+
     assert {"99.9", "9,999", "<0.1", "4.0", "95.0", "1.0"} <= lines  # cells
     assert {"chequered ring  99.9", "striped disc  95.0", "plain square  -"} <= lines  # recall
     assert {"chequered ring  99.9", "striped disc  99.0", "plain square  0.0"} <= lines  # precision
@@ -136,10 +140,12 @@ def test_image_grid_enlarges_every_pixel_and_has_every_caption(drawn, number, si
 
     title, *texts = sorted(drawn(), key=lambda text: text.get_text() != "mistakes")
     assert [text.get_text() for text in texts] == captions
+
     boxes = [text.get_window_extent() for text in texts]
     enlarged = [image.get_window_extent() for image in title.axes.images]
     for image, box in zip(enlarged, boxes, strict=True):
-        assert box.y1 <= image.y0 and box.x0 == pytest.approx(image.x0, abs=2)
+        assert box.y1 <= image.y0
+        assert box.x0 == pytest.approx(image.x0, abs=2)
 
 
 @pytest.mark.parametrize("name", ["gaps", "images", "curves"])

@@ -76,15 +76,19 @@ def test_the_device_is_idle_from_the_end_of_a_step_until_the_next_batch(clock, s
             clock.spend(7)
             timer.note_start(step_ended)
         timer.end_step(100)
+
     assert timer.recent_rates() == (100 / 10, idle / 10)
 
 
 def test_rates_are_unknown_until_a_step_is_timed(clock):
     timer = PhaseTimer()
+
     assert timer.images_per_sec() is None
+
     timer.restore({"seconds": {"train": 3.0}, "images": 300})
     with timer.phase("compile"):
         clock.spend(2)
     timer.end_compilation()
+
     assert timer.recent_rates() == (None, None)
     assert timer.images_per_sec() == 100  # of the start before

@@ -4,7 +4,8 @@ from cifar_towers.reporting.records import JsonlWriter, read_records
 
 
 def test_resuming_removes_later_records_and_incomplete_lines(tmp_path):
-    metrics, path = JsonlWriter(tmp_path), tmp_path / "metrics.jsonl"
+    metrics = JsonlWriter(tmp_path)
+    path = tmp_path / "metrics.jsonl"
     for step in (5, 10, 15):
         metrics.write(kind="train", step=step)
     with path.open("a") as file:
@@ -12,12 +13,14 @@ def test_resuming_removes_later_records_and_incomplete_lines(tmp_path):
     metrics = JsonlWriter(tmp_path)
     metrics.keep(lambda record: record["step"] <= 10)
     metrics.write(kind="eval", step=11, loss=float("nan"))
+
     assert [record["step"] for record in read_records(path)] == [5, 10, 11]
     assert list(read_records(path))[-1] == {"kind": "eval", "step": 11, "loss": None}
 
 
 def test_a_full_disk_is_one_warning_and_damages_no_other_line(tmp_path, monkeypatch, caplog):
-    metrics, path = JsonlWriter(tmp_path), tmp_path / "metrics.jsonl"
+    metrics = JsonlWriter(tmp_path)
+    path = tmp_path / "metrics.jsonl"
     metrics.write(kind="train", step=1)
 
     def open_on_full_disk(self, mode="r"):
@@ -27,7 +30,11 @@ def test_a_full_disk_is_one_warning_and_damages_no_other_line(tmp_path, monkeypa
         patch.setattr(Path, "open", open_on_full_disk)
         for step in (2, 3):
             metrics.write(kind="train", step=step)
-    assert len(caplog.records) == 1 and str(path) in caplog.text
+
+    assert len(caplog.records) == 1
+    assert str(path) in caplog.text
+
     path.write_bytes(path.read_bytes() + b"\xff\xfe\n")
     metrics.write(kind="train", step=4)
+
     assert [record["step"] for record in read_records(path)] == [1, 4]

@@ -61,15 +61,20 @@ def test_an_evaluation_leaves_pictures_of_the_score_that_the_run_reports(tmp_pat
     logger, split = logger_of(tmp_path)
     evaluations = evaluate(split, ("ema", True), ("ema", False), ("raw", False))
     records = logger.log_evaluation(1, evaluations, {"test": split}, final=True)
+
     assert [(record["weights"], record["tta"]) for record in records] == [
         ("ema", True),
         ("ema", False),
         ("raw", False),
     ]
+
     images, captions, title = draw.call_args.args
     indices = [int(caption.rpartition("\nimage ")[2]) for caption in captions]
-    assert "test/ema_tta" in title and sorted(indices) == list(range(0, 50, 7))
+
+    assert "test/ema_tta" in title
+    assert sorted(indices) == list(range(0, 50, 7))
     assert (images == split.images[indices]).all()
+
     for name in ("mistakes.png", "confusion.png"):
         assert min(Image.open(tmp_path / name).size) > 100
     tags = {
@@ -77,6 +82,7 @@ def test_an_evaluation_leaves_pictures_of_the_score_that_the_run_reports(tmp_pat
         for kind in ("accuracy", "loss", "ece")
         for weights in ("raw", "ema", "ema_tta")
     }
+
     assert set(events_of(tmp_path / "eval").Tags()["tensors"]) == tags | {
         "mistakes/test",
         "confusion/test",
@@ -89,7 +95,8 @@ def test_31_classes_have_mistakes_but_no_confusion_matrix(tmp_path):
         1, evaluate(split, ("raw", False)), {"test": split}, final=True
     )
     assert "confusion" not in record
-    assert (tmp_path / "mistakes.png").exists() and not (tmp_path / "confusion.png").exists()
+    assert (tmp_path / "mistakes.png").exists()
+    assert not (tmp_path / "confusion.png").exists()
 
 
 def test_the_result_ends_with_the_score_that_the_run_reports(tmp_path, capsys):
@@ -106,10 +113,12 @@ def test_the_result_ends_with_the_score_that_the_run_reports(tmp_path, capsys):
     }
     logger.log_result(result | {"evaluations": records})
     output = capsys.readouterr().out
+
     assert lines_with(
         output.splitlines()[-1], "result: mine test", "84.00 %", "ema", "with TTA", "50 "
     )
-    assert lines_with(output, "100.00 %", "raw") and lines_with(output, "0:01:15")
+    assert lines_with(output, "100.00 %", "raw")
+    assert lines_with(output, "0:01:15")
 
 
 def test_an_installed_copy_ignores_the_repository_around_it(monkeypatch):
@@ -118,7 +127,8 @@ def test_an_installed_copy_ignores_the_repository_around_it(monkeypatch):
     )
     monkeypatch.setattr(run_logger, "__file__", str(ROOT / "tests" / "a" / "b" / "run_logger.py"))
     machine = run_logger.describe_machine()
-    assert machine["git_revision"] == "unknown" and json.dumps(machine)
+    assert machine["git_revision"] == "unknown"
+    assert json.dumps(machine)
 
 
 def test_memory_of_host_and_gpus(monkeypatch):
@@ -126,7 +136,8 @@ def test_memory_of_host_and_gpus(monkeypatch):
         tf.config.experimental, "get_memory_info", lambda gpu: {"current": 5e9, "peak": 6e9}
     )
     values = memory_usage([*TOWERS, Tower(1, "/GPU:0")])
-    assert values.pop("memory/host_mb") > 100 and values == {"memory/GPU:0_mb": 6000}
+    assert values.pop("memory/host_mb") > 100
+    assert values == {"memory/GPU:0_mb": 6000}
 
 
 def profile(directory, steps, profile_steps="2:5"):
@@ -145,12 +156,14 @@ def profile(directory, steps, profile_steps="2:5"):
 )
 def test_trace_of_the_steps_that_are_profiled(tmp_path, steps, num_traces):
     traces = profile(tmp_path, steps)
-    assert len(traces) == num_traces and all(b"MatrixInverse" in trace for trace in traces)
+    assert len(traces) == num_traces
+    assert all(b"MatrixInverse" in trace for trace in traces)
 
 
 def test_a_profile_that_cannot_be_written_is_one_warning(tmp_path, caplog):
     (tmp_path / "train").write_text("in the way")
-    assert not profile(tmp_path, range(4), "0:2") and len(caplog.records) == 1
+    assert not profile(tmp_path, range(4), "0:2")
+    assert len(caplog.records) == 1
     (tmp_path / "train").unlink()
     assert profile(tmp_path, range(4), "0:2")  # the profiler is free
 

@@ -7,7 +7,9 @@ from cifar_towers.reporting.smoothed_losses import SmoothedLosses
 
 def test_averages_have_no_bias_and_go_on_from_a_checkpoint():
     smoothed = SmoothedLosses()
+
     assert smoothed.averages() == {}
+
     smoothed.update({"total_loss": 4.0})
     assert smoothed.averages() == {"total_loss": pytest.approx(4.0)}
 

@@ -19,16 +19,20 @@ def test_image_and_scalars_are_read_back(tmp_path):
     writer = TensorBoardWriter(tmp_path)
     writer.write("eval", 5, {"losses/total_loss (raw)": 0.5}, {"mistakes/test": png_of(shown)})
     events = events_of(tmp_path / "eval")
+
     assert tensors_of(events, "losses/total_loss (raw)") == {5: 0.5}
+
     width, height, png = tensors_of(events, "mistakes/test")[5]
-    assert (width, height) == (b"7", b"4") and np.array_equal(tf.io.decode_png(png), shown)
+    assert (width, height) == (b"7", b"4")
+    assert np.array_equal(tf.io.decode_png(png), shown)
 
 
 def test_a_histogram_of_nearly_equal_values_is_written(tmp_path):
     values = np.float32([1, 1, np.nextafter(np.float32(1), 2)])
     TensorBoardWriter(tmp_path).write("train", 1, {}, {}, {"weights/one": values})
     buckets = tensors_of(events_of(tmp_path / "train"), "weights/one")[1]
-    assert buckets[:, 2].sum() == 3 and buckets[0, 0] == 1
+    assert buckets[:, 2].sum() == 3
+    assert buckets[0, 0] == 1
 
 
 def test_a_run_has_its_settings_beside_its_result(tmp_path):
@@ -46,12 +50,11 @@ def test_a_run_has_its_settings_beside_its_result(tmp_path):
     (shown,) = (
         list_session_groups.Handler(RequestContext(), context, "", request).run().session_groups
     )
+
     assert shown.name == "done/eval"
     assert [(metric.name.tag, metric.value) for metric in shown.metric_values] == [
         ("accuracy/test/ema", 0.75)
     ]
-    assert (
-        shown.hparams.keys() == SETTINGS.keys()
-        and shown.hparams["recipe"].string_value == "speed94"
-    )
+    assert shown.hparams.keys() == SETTINGS.keys()
+    assert shown.hparams["recipe"].string_value == "speed94"
     assert shown.hparams["lr"].number_value == 0.25

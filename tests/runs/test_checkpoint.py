@@ -32,12 +32,15 @@ def save(directory, step=12, values=VALUES, **metadata):
 def test_round_trip_also_by_numpy_alone(tmp_path):
     path = save(tmp_path, towers=2)
     (values, metadata), archive = read_checkpoint(path), np.load(path)
+
     assert (
         metadata
         == json.loads(str(archive["metadata"]))
         == {"step": 12, "towers": 2, "num_variables": 3}
     )
-    assert values.keys() == VALUES.keys() and list(tmp_path.iterdir()) == [path]
+    assert values.keys() == VALUES.keys()
+    assert list(tmp_path.iterdir()) == [path]
+
     for name, value in VALUES.items():
         assert values[name].dtype == value.dtype
         np.testing.assert_array_equal(values[name], value)
@@ -71,7 +74,10 @@ def faults_of(content):
 def test_no_fault_is_read_as_other_values(tmp_path):
     """Bits of the archive that say nothing about its content, such as times, may flip unnoticed."""
     path = save(tmp_path)
-    expected, content, noticed, count = read_checkpoint(path), path.read_bytes(), 0, 0
+    expected = read_checkpoint(path)
+    content = path.read_bytes()
+    noticed = 0
+    count = 0
     for fault in faults_of(content):
         path.write_bytes(fault)
         count += 1
@@ -81,9 +87,11 @@ def test_no_fault_is_read_as_other_values(tmp_path):
             assert "step-12.npz is damaged" in str(error)
             noticed += 1
             continue
-        assert metadata == expected[1] and values.keys() == VALUES.keys()
+        assert metadata == expected[1]
+        assert values.keys() == VALUES.keys()
         for name, value in VALUES.items():
             np.testing.assert_array_equal(values[name], value)
+
     assert noticed > 0.7 * count
 
 
@@ -110,15 +118,15 @@ def test_other_files_are_no_checkpoints(tmp_path, name):
             find_checkpoint(place)
     for step in (9, 100, 20):
         save(directory, step)
+
     assert [path.name for path in list_checkpoints(directory)] == [
         "step-9.npz",
         "step-20.npz",
         "step-100.npz",
     ]
-    assert (
-        find_checkpoint(directory).name == "step-100.npz"
-        and find_checkpoint(directory, 9).name == "step-9.npz"
-    )
+    assert find_checkpoint(directory).name == "step-100.npz"
+    assert find_checkpoint(directory, 9).name == "step-9.npz"
+
     with pytest.raises(UsageError, match="step 7.*step-9.npz"):
         find_checkpoint(directory, 7)
 
@@ -140,6 +148,8 @@ def test_a_pickled_object_is_not_executed(tmp_path):
     np.savez(path, canary=canary, metadata=np.array(metadata))
     with pytest.raises(DataError, match="step-12.npz is damaged"):
         read_checkpoint(path)
+
     assert not (tmp_path / "executed").exists()
+
     np.load(path, allow_pickle=True)["canary"]
     assert (tmp_path / "executed").exists()  # so that the test could fail

@@ -66,12 +66,14 @@ def clock(monkeypatch):
 
 
 def test_by_default_saving_takes_one_percent_of_the_time(config, clock):
-    run, saved = RunDirectory(config), []
+    run = RunDirectory(config)
+    saved = []
     for step in range(1, 2000):
         clock.now += 1
         if run.should_save(step, evaluated=step % 50 == 0):
             run.save(step, VALUES, {})
             saved.append(step)
+
     assert saved[0] == 30  # then 200 s of steps for a save of two seconds
     assert all(after - before == 200 for before, after in itertools.pairwise(saved))
 
@@ -79,7 +81,8 @@ def test_by_default_saving_takes_one_percent_of_the_time(config, clock):
 def test_an_evaluated_step_is_saved_before_its_time(config, clock):
     run = RunDirectory(config)
     clock.now += 1
-    assert run.should_save(1, evaluated=True) and not run.should_save(1, evaluated=False)
+    assert run.should_save(1, evaluated=True)
+    assert not run.should_save(1, evaluated=False)
 
 
 def test_saves_every_n_steps_and_keeps_the_newest(config):
@@ -88,6 +91,7 @@ def test_saves_every_n_steps_and_keeps_the_newest(config):
         for step in range(1, 13):
             if run.should_save(step, evaluated=step == 4):
                 assert run.save(step, VALUES, {})
+
     assert [path.name for path in list_checkpoints(config.directory)] == [
         "step-9.npz",
         "step-12.npz",
@@ -107,6 +111,7 @@ def test_a_state_that_cannot_be_saved_leaves_the_older_checkpoint(config, caplog
         monkeypatch.setattr(np, "savez", Mock(side_effect=OSError(28, "No space left on device")))
         assert not run.save(7, VALUES, {})
         assert run.failed_saves == 2  # one before the checkpoint
+
     assert lines_with(caplog.text, "step 7", "No space left on device", "step-3.npz")
     assert [path.name for path in list_checkpoints(config.directory)] == ["step-3.npz"]
 
@@ -127,6 +132,7 @@ def test_a_save_counts_although_an_old_checkpoint_cannot_be_removed(config, capl
             patch.setattr(Path, "unlink", refuse)
             assert run.save(6, VALUES, {})
         assert run.failed_saves == before
+
     assert lines_with(caplog.text, "step-3.npz could not be removed", "Not permitted")
 
 
@@ -144,6 +150,7 @@ def test_a_run_with_only_damaged_checkpoints_is_refused(config):
     with open_run(dataclasses.replace(config, overwrite=True)) as run:
         assert run.saved is None
         run.clear()
+
     assert not config.directory.exists()
 
 
@@ -165,6 +172,7 @@ def test_directories_in_which_a_run_would_replace_something_are_refused(
         (config.directory / "config.json").write_text("{}")  # other programs have one too
     with pytest.raises(UsageError, match=message), open_run(config):
         pass
+
     assert path.read_text() == content
 
 
@@ -177,8 +185,10 @@ def test_a_run_of_another_recipe_is_refused_by_name(config):
     with pytest.raises(UsageError) as caught, open_run(other):
         pass
     named = "seed 0 -> 3", "model speednet94 -> resnet20", "batch_statistics mean -> synchronized"
+
     assert lines_with(str(caught.value), *named, "--init_from=", "--overwrite")
     assert not any(name in str(caught.value) for name in free)
+
     with open_run(dataclasses.replace(config, **free)) as run:
         assert run.saved
 

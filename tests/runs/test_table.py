@@ -57,7 +57,10 @@ def test_table_has_every_run_and_its_state(runs, listed):
         for line in listed(runs).splitlines()
         if (cells := line.split()) and "seed" in cells[0]
     }
-    assert len(rows) == 9 and "elsewhere/speed94-seed9" in rows
+
+    assert len(rows) == 9
+    assert "elsewhere/speed94-seed9" in rows
+
     for seed, state, step in (
         (0, "done", "8"),
         (3, "unfinished", "5"),
@@ -69,14 +72,13 @@ def test_table_has_every_run_and_its_state(runs, listed):
     )
     minutes = f"{(4.2 + 21.5 + 541.25 + 2.5 + 11) / 60:.1f}"
     row = ["speed94", "cifar10", "done", "8", "test", plain, augmented, "1,876.4", minutes]
+
     assert rows["speed94-seed1"] == row
 
 
-RAW, EMA, AUGMENTED = (
-    {"accuracy": 0.99},
-    {"weights": "ema", "accuracy": 0.93},
-    {"tta": True, "accuracy": 0.94},
-)
+RAW = {"accuracy": 0.99}
+EMA = {"weights": "ema", "accuracy": 0.93}
+AUGMENTED = {"tta": True, "accuracy": 0.94}
 
 
 @pytest.mark.parametrize(
@@ -97,12 +99,15 @@ def test_accuracies_are_of_averaged_weights_and_not_of_the_better_ones(tmp_path,
 
 def test_runs_are_found_by_pattern_and_are_objects_for_other_programs(runs, listed):
     records = [json.loads(line) for line in listed(runs, "resnet20*", "--json").splitlines()]
+
     assert [record["seed"] for record in records] == [0, 1, 2]
     assert {record["recipe"] for record in records} == {"resnet20"}
     assert [*records[0]] == KEYS.split()
+
     plain = read_result(runs / "resnet20-seed0")["evaluations"][0]
     assert records[0]["accuracy"] == plain["accuracy"]
     assert listed(runs, "nothing*") == "no runs\n"
+
     (record,) = listed(runs, "else*", "--json").splitlines()  # of the directory that it is in
     assert json.loads(record)["run"].endswith("elsewhere/speed94-seed9")
 
@@ -144,15 +149,21 @@ def test_difference_has_welchs_interval():
     """Degrees of freedom by hand: 2 * 25 / 17 = 2.9 for deviations of 1 and 2, and 4 for equal
     ones. Pooled variances would give 4 for both, and narrower intervals.
     """
-    one, other = Sample.of([0.94, 0.95, 0.96]), Sample.of([0.91, 0.93, 0.95])
-    assert np.allclose(one, (0.95, 0.01, 3)) and np.allclose(other, (0.93, 0.02, 3))
+    one = Sample.of([0.94, 0.95, 0.96])
+    other = Sample.of([0.91, 0.93, 0.95])
+
+    assert np.allclose(one, (0.95, 0.01, 3))
+    assert np.allclose(other, (0.93, 0.02, 3))
+
     half = 100 * STUDENT_T[2 - 1] * np.sqrt((0.01**2 + 0.02**2) / 3)
     interval = f"(Welch, 95 % {2 - half:+.2f} to {2 + half:+.2f}), n=3 and 3"
+
     assert describe_difference(one, other) == f"+2.00 points {interval}"
     assert describe_difference(other, one).startswith("-2.00 points")
 
     half = 100 * STUDENT_T[4 - 1] * np.sqrt(2 * 0.01**2 / 3)
     interval = f"{2 - half:+.2f} to {2 + half:+.2f}"
+
     assert interval in describe_difference(one, one._replace(mean=0.93))
     assert describe_difference(Sample(0.9, 0, 2), Sample(0.8, 0, 2)) == "+10.00 points, n=2 and 2"
 
@@ -171,6 +182,7 @@ def test_runs_of_one_recipe_with_other_settings_are_groups_of_their_own(tmp_path
     )
     change(tmp_path / "f", "config.json", profile_steps="1:2")
     groups = group_names([tmp_path / name for name in "abcdef"])
+
     assert list(groups.values()) == [["a"], ["b", "c", "e", "f"], ["d"]]
     assert all(name.startswith("speed94, batch_size=") for name in groups)
 
@@ -190,6 +202,7 @@ def test_runs_on_other_images_of_any_split_or_with_other_code_are_a_group_of_the
         code_sha256={"model": "edited"},
     )
     groups = group_names(paths)
+
     assert list(groups.values()) == [["0", "1"], ["2", "3"], ["4"], ["5"], ["6"]]
     assert "speed94, train_data=a, test_data=c" in groups
 
@@ -209,10 +222,12 @@ def test_table_is_followed_by_the_means_of_groups_and_the_difference_of_two(pair
     difference = "lr0.3 - lr1.5: -4.40 points (Welch, 95 % -17.17 to +8.37), n=2 and 2; test/raw"
     make_runs(place, 2, "single")
     (place / "single-seed1/result.json").unlink()
+
     assert listed(place).split("\n\n")[-1].splitlines() == [*means, difference]
 
     make_runs(place, 2, "third")
     third = "third: test/raw 85.60 ± 0.85 % (n=2), test/raw_tta 86.20 ± 0.85 % (n=2)"
+
     assert listed(place).split("\n\n")[-1].splitlines() == [*means, third]
 
 
@@ -226,10 +241,15 @@ def test_a_seed_counts_once_and_the_line_names_what_is_left_out(tmp_path, pairs)
     write_scores(make_run(tmp_path / "again", "lr1.5", 0), {"accuracy": 0.5})
     make_run(tmp_path / "begun", "lr1.5", 0, finished=False)
     high, low = grouped(tmp_path / "begun", *pairs, tmp_path / "again")
+
     assert [run.name for run in high.runs] == ["all/lr1.5-seed0", "all/lr1.5-seed1"]
-    assert high.left_out == ["begun", "again"] and not low.left_out
+    assert high.left_out == ["begun", "again"]
+    assert not low.left_out
+
     (line,) = table.compare_groups([high, low])
-    assert "+4.40 points" in line and "n=2 and 2; " in line and "without begun, again" in line
+    assert "+4.40 points" in line
+    assert "n=2 and 2; " in line
+    assert "without begun, again" in line
 
 
 @pytest.mark.parametrize(
@@ -246,7 +266,8 @@ def test_groups_of_other_lengths_or_data_are_not_subtracted(pairs, name, changes
         if name == "result.json":
             write_records(path, [{"kind": "train", "step": 500, "epoch": 8}])
     (line,) = table.compare_groups(grouped(*pairs))
-    assert line.startswith("lr0.3 - lr1.5: ") and "points" not in line
+    assert line.startswith("lr0.3 - lr1.5: ")
+    assert "points" not in line
 
 
 def test_groups_are_compared_by_a_score_that_all_have(tmp_path):
@@ -260,10 +281,14 @@ def test_groups_are_compared_by_a_score_that_all_have(tmp_path):
             each["accuracy"] = accuracy if (each["weights"], each["tta"]) == ("ema", True) else 0.5
         write_scores(path, *scores)
     text = "one - other: +2.00 points (Welch, 95 % -3.56 to +7.56), n=3 and 3; test/ema_tta"
+
     assert table.compare_groups(grouped(*paths)) == [text]
+
     others = [*make_runs(tmp_path, 2, "raw"), *make_runs(tmp_path, 2, "third", finished=False)]
     (line,) = table.compare_groups(grouped(*paths[:3], *others))
-    assert line.startswith("one - raw") and line.endswith("; test/raw_tta")
+
+    assert line.startswith("one - raw")
+    assert line.endswith("; test/raw_tta")
 
 
 def test_a_group_is_called_by_the_directory_that_holds_only_its_runs(tmp_path):
@@ -274,6 +299,7 @@ def test_a_group_is_called_by_the_directory_that_holds_only_its_runs(tmp_path):
         make_runs(tmp_path / folder, 2, batch_size=batch_size)
     make_runs(tmp_path, 2, "resnet20")
     make_runs(tmp_path, 2, batch_size=256)
+
     assert list(group_names([tmp_path])) == [
         "large",
         "mixed/small",

@@ -35,13 +35,17 @@ def parse(*flags):
 )
 def test_cases(counts, num_gpus, expected):
     cases = benchmark.make_cases(counts, has_gpus=num_gpus > 0)
+
     assert len(cases) == len({*cases})
+
     configs = [parse(*case.split()) for case in cases]
     assert {config.num_gpus for config in configs} == {*expected}
+
     for count, ways in expected.items():
         of_count = [config for config in configs if config.num_gpus == count]
         names = {config.variable_placement or config.strategy for config in of_count}
-        assert {*ways} <= names and ("mirrored" in names) == (count > 1)
+        assert {*ways} <= names
+        assert ("mirrored" in names) == (count > 1)
         compiled = {config.jit_compile for config in of_count}
         assert compiled == ({False, True} if num_gpus else {False})
 
@@ -67,10 +71,14 @@ def test_a_training_has_the_recipe_and_the_flags_of_its_case(recipe, case, monke
         benchmark.benchmark_towers(args, flags)
     ((_, _, *flags),) = run.call_args.args
 
-    trained, expected = parse(*flags), parse(f"--recipe={recipe}", *case.split())
+    trained = parse(*flags)
+    expected = parse(f"--recipe={recipe}", *case.split())
     length = trained.run_length(steps_per_epoch=1)
-    assert length.last == 25 and length.total >= 25
+
+    assert length.last == 25
+    assert length.total >= 25
     assert trained.seed == 3
+
     for name in ("recipe", "batch_size", "optimizer", "num_gpus", "strategy", "variable_placement"):
         assert getattr(trained, name) == getattr(expected, name)
 
@@ -85,8 +93,10 @@ def test_rounds_have_random_orders_which_are_always_the_same():
 
     visited = visits()
     orders = [tuple(visited[start : start + 6]) for start in (0, 6, 12, 18)]
+
     assert visits() == visited
-    assert all(sorted(order) == cases for order in orders) and len({*orders}) == 4
+    assert all(sorted(order) == cases for order in orders)
+    assert len({*orders}) == 4
 
 
 def test_report_has_medians_quartiles_and_the_fastest_case(tmp_path, capsys):
@@ -97,13 +107,17 @@ def test_report_has_medians_quartiles_and_the_fastest_case(tmp_path, capsys):
     rows = [line.split() for line in out.splitlines()]
     cpu = [*CPU.split(), "61", "60-62", "1,639.3", "1.00", "3"]
     mirrored = [*MIRRORED.split(), "30", "20-40", "3,333.3", "2.03", "5"]
-    assert rows.index(cpu) == rows.index(mirrored) - 1 and rows[-1][1:] == CPU.split()
+
+    assert rows.index(cpu) == rows.index(mirrored) - 1
+    assert rows[-1][1:] == CPU.split()
     assert "2 x A100" in out
 
     written = json.loads((tmp_path / "benchmark.json").read_text())
     assert (written["recipe"], written["batch_size"], written["fastest"]) == ("mine", 100, CPU)
+
     (slow,) = (case for case in written["cases"] if case["flags"] == MIRRORED)
-    assert slow["median"] == 30.0 and slow["quartiles"] == [20.0, 40.0]
+    assert slow["median"] == 30.0
+    assert slow["quartiles"] == [20.0, 40.0]
     assert slow["images_per_sec"] == rates[MIRRORED]
 
     (axes,) = benchmark.plot(rates, "title").axes
@@ -126,8 +140,10 @@ def test_what_is_measured_is_kept_whatever_happens_later(capsys):
 
     cases = [*benchmark.make_cases([1, 2], has_gpus=False)]
     rates = benchmark.measure(cases, rate_of, rounds=3)
+
     assert f"{MIRRORED}: left out: OOM when allocating" in capsys.readouterr().out
-    assert len(rates) == 3 and {*rates} < {*cases} - {MIRRORED}
+    assert len(rates) == 3
+    assert {*rates} < {*cases} - {MIRRORED}
 
 
 def test_without_any_measurement_the_benchmark_fails(monkeypatch, capsys):
@@ -143,7 +159,8 @@ def test_without_any_measurement_the_benchmark_fails(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("net", "image_size", "batch_size"), sorted(benchmark.NETS.values()))
 def test_the_net_of_keras_has_the_layers_and_parameters_of_ours(net, image_size, batch_size):
-    ours, theirs = MODELS[net](image_size=image_size), peers.keras_net(net, image_size)
+    ours = MODELS[net](image_size=image_size)
+    theirs = peers.keras_net(net, image_size)
     trained = [layer.trainable_weights for layer in ours.layers if not isinstance(layer, Whitening)]
     shapes = [tuple(weight.shape) for weights in trained for weight in weights]
     assert shapes == [tuple(weight.shape) for weight in theirs.trainable_weights]
@@ -153,13 +170,15 @@ def test_the_net_of_keras_has_the_layers_and_parameters_of_ours(net, image_size,
 
 @pytest.mark.parametrize("net", ["resnet20", "cifarnet"])
 def test_the_net_of_keras_computes_what_ours_does(net):
-    ours, theirs = MODELS[net](image_size=24), peers.keras_net(net, 24)
+    ours = MODELS[net](image_size=24)
+    theirs = peers.keras_net(net, 24)
     layers = ([layer for layer in model.layers if layer.weights] for model in (ours, theirs))
     for mine, other in zip(*layers, strict=True):
         values = {weight.name: weight for weight in mine.weights}
         other.set_weights([values[weight.name].numpy() for weight in other.weights])
     images = np.random.default_rng(0).normal(size=(4, 24, 24, 3)).astype("f4")
     expected = ours(images, training=False).numpy()  # with a smaller epsilon in its norms
+
     np.testing.assert_allclose(
         theirs(images, training=False), expected, atol=0.02 * abs(expected).max()
     )
@@ -174,6 +193,7 @@ def test_our_training_has_the_net_and_the_sizes_of_the_others(net, monkeypatch):
     (flags,) = training_rate.call_args.args
     trained = parse(*flags)
     size = trained.crop or trained.image_size
+
     assert (trained.model, size, trained.batch_size) == benchmark.NETS[net]
     assert (trained.image_size_schedule, trained.precision) == ("", "float32")
 
@@ -192,9 +212,12 @@ def test_a_framework_that_fails_is_left_out_and_the_table_compares_medians(monke
     )
     args.benchmark(args, flags)
     out = capsys.readouterr().out
+
     assert "pytorch: left out: no compiler" in out
+
     rows = [row.split() for row in out.splitlines()]
     first = rows.index(["ours", "100", "100-100", "1,280.0", "1.00", "3"])
+
     assert rows[first + 1 : first + 3] == [
         ["keras-onednn", "80", "80-80", "1,600.0", "1.25", "3"],
         ["keras", "50", "50-50", "2,560.0", "2.00", "3"],

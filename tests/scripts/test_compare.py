@@ -55,7 +55,8 @@ def compare(tmp_path, monkeypatch, capsys):
 
 def test_equal_runs_are_the_same_nan_included(compare):
     same, text = compare({})
-    assert same and len(lines_with(text, ": same")) == len(text.splitlines()) == 6
+    assert same
+    assert len(lines_with(text, ": same")) == len(text.splitlines()) == 6
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,8 @@ def test_first_step_that_differs_is_named_with_its_value(compare, changes, named
     different = [
         line for line in text.splitlines()[1:] if ": same" not in line and "common part" not in line
     ]
-    assert not same and lines_with("\n".join(different), *named) == different
+    assert not same
+    assert lines_with("\n".join(different), *named) == different
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,9 @@ def test_two_directories_are_compared_as_runs(runs, capsys):
     change(other, "config.json", seed=1)
     change(other, "environment.json", class_names=["cat"])
     change(other, "result.json", weights_sha256="f" * 64)
+
     assert program.main(["one", "other"]) == 1
+
     output = capsys.readouterr().out
     assert lines_with(output, "settings", "seed 0 -> 1")
     assert lines_with(output, "environments", "class_names", "['cat']")
@@ -169,7 +173,8 @@ def test_two_revisions_are_trained_and_compared(monkeypatch, tmp_path, capsys):
     trained = []
 
     def train(name, worktree, keep, images):
-        assert (worktree / "scripts/train.py").exists() and (images / "train").is_dir()
+        assert (worktree / "scripts/train.py").exists()
+        assert (images / "train").is_dir()
         trained.append((worktree, keep))
         return make_run(keep / worktree.name / name)
 
@@ -178,8 +183,11 @@ def test_two_revisions_are_trained_and_compared(monkeypatch, tmp_path, capsys):
     clean = lambda *given: "" if given[0] == "status" else git(*given)  # noqa: E731
     monkeypatch.setattr(program, "git", clean)
     monkeypatch.setattr(program.signal, "signal", lambda *_: None)
+
     assert program.main(["HEAD", "HEAD", "--runs=resume", f"--keep={tmp_path}"]) == 0
     assert "resume: same" in capsys.readouterr().out
+
     (worktree, keep), (_, keep_again) = trained
     assert keep == tmp_path != keep_again  # HEAD is compared with itself, so it is trained twice
-    assert not worktree.exists() and str(worktree) not in program.git("worktree", "list")
+    assert not worktree.exists()
+    assert str(worktree) not in program.git("worktree", "list")

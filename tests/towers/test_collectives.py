@@ -42,10 +42,8 @@ def loss_gradient(x, w):
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_gradients_average_to_those_of_the_whole_batch(towers, count):
-    x, w = (
-        tf.random.stateless_normal([24, 3], [1, 2], dtype=tf.float64),
-        tf.constant(np.eye(3) + 0.3),
-    )
+    x = tf.random.stateless_normal([24, 3], [1, 2], dtype=tf.float64)
+    w = tf.constant(np.eye(3) + 0.3)
     gradients = run_synchronized(lambda tower, shard: loss_gradient(shard, w), towers(count), x)
     np.testing.assert_allclose(sum(gradients) / count, loss_gradient(x, w), rtol=1e-12)
 
@@ -58,7 +56,9 @@ def test_forward_and_backward_are_on_the_tower_device(towers):
 
     operations = graph.get_concrete_function(tf.ones([6, 3])).graph.get_operations()
     products = [op for op in operations if op.type == "MatMul"]
+
     assert len(products) == 3 * 5
+
     for op in products:
         tower = next(tower for tower in towers(3) if f"outer/{tower.name}/" in op.name)
         assert op.device.endswith(tower.device.lstrip("/"))
@@ -67,7 +67,8 @@ def test_forward_and_backward_are_on_the_tower_device(towers):
 def test_num_replicas(towers):
     counts = run_synchronized(lambda tower, _: tf.constant(num_replicas()), towers(3), tf.zeros(3))
     assert [int(count) for count in counts] == [3, 3, 3]
-    assert num_replicas() == 1 and float(all_reduce_mean(tf.constant(2.0))) == 2.0
+    assert num_replicas() == 1
+    assert float(all_reduce_mean(tf.constant(2.0))) == 2.0
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -114,10 +115,8 @@ class Centered(keras.layers.Layer):
 
 def test_towers_that_do_not_meet_have_no_mean(towers):
     """They would take the mean of their shards for it."""
-    shards, model = (
-        split_batch(tf.range(4.0), towers(2)),
-        keras.Sequential([keras.Input((3,)), Centered()]),
-    )
+    shards = split_batch(tf.range(4.0), towers(2))
+    model = keras.Sequential([keras.Input((3,)), Centered()])
     parallel = make_parallel_model(model, towers(2))
     for run in (
         lambda: run_on_towers(lambda tower, shard: all_reduce_mean(shard), towers(2), shards),
@@ -127,16 +126,20 @@ def test_towers_that_do_not_meet_have_no_mean(towers):
         for call in (run, tf.function(run, autograph=False)):
             with pytest.raises(RuntimeError, match="run_on_towers_synchronized"):
                 call()
+
     assert float(all_reduce_mean(tf.constant(2.0))) == 2.0  # afterwards
 
 
 def test_a_batch_of_its_own_has_a_mean_without_meeting(towers):
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     model = make_parallel_model(keras.Sequential([keras.Input((3,)), Centered()]), towers(1))
+
     np.testing.assert_array_equal(model(x, training=True), x - x.mean(0))
+
     (alone,) = run_on_towers(
         lambda tower, shard: all_reduce_mean(shard), towers(1), [tf.range(4.0)]
     )
+
     np.testing.assert_array_equal(alone, np.arange(4))
 
     def nested(tower, x):

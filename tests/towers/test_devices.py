@@ -10,7 +10,8 @@ from cifar_towers.towers import Tower, devices, make_parallel, make_towers
 
 def test_towers_are_two_by_default_or_as_many_as_devices(monkeypatch):
     assert make_towers() == [Tower(0, "/CPU:0"), Tower(1, "/CPU:1")]
-    assert make_towers(3)[2] == Tower(2, "/CPU:2") and make_towers(3)[2].name == "tower_2"
+    assert make_towers(3)[2] == Tower(2, "/CPU:2")
+    assert make_towers(3)[2].name == "tower_2"
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: ["/CPU:0"])
     assert make_towers() == [Tower(0, "/CPU:0")]
 
@@ -25,7 +26,9 @@ def test_towers_without_a_gpu_of_their_own_are_logged(monkeypatch, caplog, tower
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [SimpleNamespace()] * 8)
     monkeypatch.setattr(devices, "_divide_gpus", lambda gpus, num_towers: None)
     make_towers(towers)
-    assert mentions in caplog.text and bool(mentions) == bool(caplog.text)
+
+    assert mentions in caplog.text
+    assert bool(mentions) == bool(caplog.text)
 
 
 @pytest.mark.parametrize(("capability", "xla"), [((7, 5), True), ((9, 0), True), ((12, 0), False)])
@@ -89,6 +92,7 @@ def test_a_worker_of_a_cluster_has_one_tower_on_its_cpu(monkeypatch):
         assert make_towers(multi_worker=True, soft_placement=False) == [Tower(0, "/CPU:0")]
     finally:
         tf.config.set_soft_device_placement(True)
+
     assert configured == [1]
 
 

@@ -5,7 +5,8 @@ import tensorflow as tf
 
 from cifar_towers.towers import average_gradients
 
-W, B = tf.Variable([1.0, 2.0], name="w"), tf.Variable([3.0], name="b")
+W = tf.Variable([1.0, 2.0], name="w")
+B = tf.Variable([3.0], name="b")
 
 
 def mean_of(*gradients, like):
@@ -25,7 +26,9 @@ def test_mean_of_three_towers():
         for k in (1.0, 2.0, 6.0)
     ]
     (mean_w, first), (mean_b, second) = average_gradients(towers)
-    assert first is W and second is B
+
+    assert first is W
+    assert second is B
     np.testing.assert_allclose(mean_w, [1.0, 3.0], rtol=1e-6)
     np.testing.assert_allclose(mean_b, [9.0], rtol=1e-6)
 
@@ -34,13 +37,16 @@ def test_none_is_zeros_unless_no_tower_has_a_gradient():
     pairs = [(None, W), (tf.constant([1.0]), B)]
     assert average_gradients([pairs]) == pairs  # of a single tower
     none, (mean, _) = average_gradients([pairs, pairs])
-    assert none == (None, W) and float(mean[0]) == 1.0
+    assert none == (None, W)
+    assert float(mean[0]) == 1.0
     np.testing.assert_allclose(mean_of(None, tf.constant([2.0, 4.0]), like=W), [1.0, 2.0])
 
 
 def test_sparse_gradients_stay_sparse_unless_one_is_dense():
-    table, first = tf.zeros([4, 2]), sparse([[2.0, 2.0]], [1])
+    table = tf.zeros([4, 2])
+    first = sparse([[2.0, 2.0]], [1])
     mean = mean_of(first, sparse([[4.0, 0.0], [6.0, 6.0]], [1, 3]), like=table)
+
     assert isinstance(mean, tf.IndexedSlices)
     np.testing.assert_allclose(tf.convert_to_tensor(mean), [[0, 0], [3, 1], [0, 0], [3, 3]])
     np.testing.assert_allclose(
@@ -52,7 +58,8 @@ def test_weights_may_be_tensors():
     """(3 * [1, 2] + 1 * [5, 6]) / 4 = [2, 3], with weights that are known, and known when the graph
     runs only.
     """
-    first, second = tf.constant([1.0, 2.0]), tf.constant([5.0, 6.0])
+    first = tf.constant([1.0, 2.0])
+    second = tf.constant([5.0, 6.0])
 
     @tf.function(input_signature=[tf.TensorSpec([2], tf.int32)])
     def in_graph(weights):
@@ -62,6 +69,7 @@ def test_weights_may_be_tensors():
     for weights in ([tf.constant(3), tf.constant(1)], [tf.constant(1.5), 0.5]):
         ((mean, _),) = average_gradients([[(first, W)], [(second, W)]], weights=weights)
         np.testing.assert_allclose(mean, [2.0, 3.0], rtol=1e-6)
+
     np.testing.assert_allclose(in_graph([3, 1]), [2.0, 3.0], rtol=1e-6)
 
 

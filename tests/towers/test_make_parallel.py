@@ -37,7 +37,8 @@ def with_gradients(function, *sources):
 
 
 def test_outputs_and_gradients_equal_one_device(towers):
-    w, b = tf.Variable(numbers(3, 5)), tf.Variable(numbers(5, seed=1))
+    w = tf.Variable(numbers(3, 5))
+    b = tf.Variable(numbers(5, seed=1))
     batch = {
         "x": tf.constant(numbers(11, 3, seed=2)),
         "more": (
@@ -45,7 +46,8 @@ def test_outputs_and_gradients_equal_one_device(towers):
             tf.complex(numbers(11, 5, seed=3), numbers(11, 5, seed=4)),
         ),
     }
-    sources, sizes = (w, b, batch["x"], batch["more"][1]), []
+    sources = (w, b, batch["x"], batch["more"][1])
+    sizes = []
 
     def fn(batch):
         sizes.append(batch["x"].shape[0])
@@ -57,7 +59,9 @@ def test_outputs_and_gradients_equal_one_device(towers):
     expected = with_gradients(lambda: fn(batch), *sources)
     sizes.clear()
     eagerly = with_gradients(lambda: make_parallel(fn, towers(4), batch=batch), *sources)
+
     assert sizes == [3, 3, 3, 2]
+
     graph = tf.function(lambda: with_gradients(lambda: make_parallel(fn, 4, batch=batch), *sources))
     for result in (eagerly, graph()):
         tf.nest.assert_same_structure(expected, result)
@@ -78,6 +82,7 @@ def test_batches_have_any_length_also_less_than_the_towers_or_unknown(towers):
         expected = with_gradients(lambda x=x: tf.square(x @ w), x, w)
         for run in (parallel, graph):
             assert_close(run(x), expected, 1e-4)
+
     assert graph.experimental_get_tracing_count() == 1
 
 
@@ -172,7 +177,8 @@ def case_of_heads(*names):
     """
 
     def make():
-        inputs, wide = keras.Input((8,)), keras.initializers.RandomNormal(stddev=30, seed=1)
+        inputs = keras.Input((8,))
+        wide = keras.initializers.RandomNormal(stddev=30, seed=1)
         outputs = [
             L.Dense(3, HEADS[name][0], kernel_initializer=wide, name=name)(inputs) for name in names
         ]
@@ -231,7 +237,8 @@ def test_fit_evaluate_and_predict_equal_the_original(towers, name, count, eager)
     for wrap in (lambda model: model, lambda model: make_parallel_model(model, towers(count))):
         keras.utils.set_random_seed(7)
         original = make()
-        before, model = original.get_weights(), wrap(original)
+        before = original.get_weights()
+        model = wrap(original)
         model.compile(keras.optimizers.SGD(0.01), **options, run_eagerly=eager)
         history = model.fit(**data, batch_size=4, shuffle=False, verbose=0).history
         model.run_eagerly = name != "structures"  # most of the time of a case is that of tracing
@@ -239,12 +246,14 @@ def test_fit_evaluate_and_predict_equal_the_original(towers, name, count, eager)
         predictions = model.predict(data["x"], batch_size=4, verbose=0)
         pairs = zip(original.weights, before, strict=True)
         moved = [variable for variable, value in pairs if not np.array_equal(variable, value)]
-        assert moved and all(variable.trainable for variable in moved)
+        assert moved
+        assert all(variable.trainable for variable in moved)
         assert (original.layers[0].compute_dtype == "bfloat16") == (name == "mixed_bfloat16")
         if "head" in name:
             assert (tf.nest.flatten(predictions)[0] == 0).mean() > 0.2
         results.append([history, scores, predictions, original.get_weights()])
     tf.nest.assert_same_structure(*results)
+
     assert_close(results[1], results[0], rtol, rtol)
 
 
@@ -256,6 +265,7 @@ def test_variables_are_those_of_the_original_and_stay_frozen(towers):
         assert [id(v) for v in getattr(parallel, kind)] == [id(v) for v in getattr(model, kind)]
     model.trainable = False
     model.layers[-1].trainable = True
+
     assert parallel.trainable_variables == parallel.trainable_weights == []
 
 
@@ -274,7 +284,8 @@ class Coder(keras.Model):
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.encoder, self.decoder = L.Dense(3), [L.Dense(1)]
+        self.encoder = L.Dense(3)
+        self.decoder = [L.Dense(1)]
 
     def call(self, x):
         return self.decoder[0](self.encoder(x))
@@ -295,7 +306,8 @@ def test_files_are_those_of_the_original_which_trains_further(towers, tmp_path, 
     keras.saving.save_model(parallel, tmp_path / "b.keras")
     parallel.save_weights(tmp_path / "a.weights.h5")
     keras.saving.save_weights(parallel, tmp_path / "b.weights.h5")
-    original, expected = type(parallel.model), parallel.model.get_weights()
+    original = type(parallel.model)
+    expected = parallel.model.get_weights()
     for path in (tmp_path / "a.keras", tmp_path / "b.keras"):
         loaded = keras.saving.load_model(path, {"Coder": Coder})
         assert type(loaded) is type(keras.models.clone_model(parallel)) is original
@@ -312,6 +324,7 @@ def test_files_are_those_of_the_original_which_trains_further(towers, tmp_path, 
     again = [
         model.fit(X, Y, shuffle=False, verbose=0).history["loss"] for model in (loaded, parallel)
     ]
+
     np.testing.assert_allclose(again[0], again[1], rtol=1e-5)
 
 
@@ -322,7 +335,8 @@ def test_moving_statistics_are_the_mean_over_the_towers(towers):
     parallel = make_parallel_model(keras.Sequential([keras.Input((2,)), norm]), towers(3))
     parallel.compile("sgd", "mse")
     parallel.fit(x, x, batch_size=7, shuffle=False, verbose=0)
-    mean, variance = np.zeros(2), np.ones(2)
+    mean = np.zeros(2)
+    variance = np.ones(2)
     for shards in ([x[:3], x[3:5], x[5:7]], [x[7:]]):
         weights = [len(shard) / sum(map(len, shards)) for shard in shards]
         mean = 0.9 * mean + 0.1 * sum(
@@ -332,6 +346,7 @@ def test_moving_statistics_are_the_mean_over_the_towers(towers):
             w * shard.var(0) for w, shard in zip(weights, shards, strict=True)
         )
     parallel.predict(x, verbose=0)  # which changes none
+
     np.testing.assert_allclose(norm.moving_mean.numpy(), mean, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(norm.moving_variance.numpy(), variance, rtol=1e-5)
     assert np.isfinite(norm.get_weights()).all()
@@ -343,9 +358,12 @@ def test_towers_draw_different_dropout_and_the_seed_advances_once_a_step(towers)
             keras.Sequential([keras.Input((64,)), L.Dropout(0.5, seed=3)]), towers(count)
         )
 
-    ones, parallel, single = tf.ones([6, 64]), dropout(2), dropout(1)
+    ones = tf.ones([6, 64])
+    parallel = dropout(2)
+    single = dropout(1)
     step = tf.function(lambda: parallel(ones, training=True))
     halves = np.concatenate([step(), step()]).reshape(4, 3, 64)
+
     assert all(0.25 < (half == 0).mean() < 0.75 for half in halves)
     assert all((a != b).any() for i, a in enumerate(halves) for b in halves[:i])
     np.testing.assert_array_equal(parallel.layers[0].seed_generator.state.numpy(), [3, 2])
@@ -422,13 +440,16 @@ def test_models_that_towers_would_train_otherwise_are_refused(towers, make, ment
 )
 def test_models_that_towers_cannot_share_are_refused_in_their_first_step(towers, make, mentions):
     """In a graph and eagerly."""
-    model, x = make(), numbers(6, 8)
+    model = make()
+    x = numbers(6, 8)
     model(x)
-    parallel, before = make_parallel_model(model, towers(2)), model.get_weights()
+    parallel = make_parallel_model(model, towers(2))
+    before = model.get_weights()
     parallel.compile("sgd")
     for use in (lambda: parallel.fit(x, verbose=0), lambda: parallel(x, training=True)):
         with pytest.raises(ValueError, match=mentions):
             use()
+
     assert_close(model.get_weights(), before, 0, 0)
 
 
@@ -439,7 +460,9 @@ def test_xla_cannot_span_towers(towers):
     parallel = make_parallel_model(mlp(), towers(2))
     with pytest.warns(UserWarning, match="jit_compile"):
         parallel.compile("sgd", "mse", jit_compile=True)
-    assert not parallel.supports_jit and not parallel.jit_compile
+
+    assert not parallel.supports_jit
+    assert not parallel.jit_compile
 
 
 # ---- map_on_towers
@@ -457,7 +480,9 @@ def test_map_on_towers_keeps_order_with_a_short_last_batch(towers, examples, dev
     x = numbers(examples, 4)
     dataset = tf.data.Dataset.from_tensor_slices((x, np.arange(examples))).batch(4)
     results = list(map_on_towers(fn, dataset, towers(3)))
+
     np.testing.assert_array_equal(np.concatenate([r["ids"] for r in results]), np.arange(examples))
+
     norms = np.concatenate([r["norms"] for r in results])
     np.testing.assert_allclose(norms, np.linalg.norm(x, axis=1), rtol=1e-6)
     assert traced_on == devices
@@ -473,5 +498,6 @@ def test_map_on_towers_reads_lazily(towers):
 
     dataset = tf.data.Dataset.from_generator(batches, output_signature=tf.TensorSpec([2], tf.int64))
     results = map_on_towers(tf.square, dataset, 4)
+
     assert [int(next(results)[0]) for _ in range(5)] == [0, 1, 4, 9, 16]
     assert len(read) < 20

@@ -34,6 +34,7 @@ def test_policies_override_the_device_scope(towers, policy, expected):
         for layer in layers:
             layer.build((None, 3))
         variables = [v.value for layer in layers for v in layer.variables] + [tf.Variable(0.0)]
+
     assert device_indices(variables) == expected
 
 
@@ -50,6 +51,7 @@ def test_least_loaded_counts_bytes(towers):
             slot = tf.Variable(tf.zeros([60]))  # 240 on the same device, which makes 340
         # 1 holds 380; 1 holds 460; then 0 has least
         late = [tf.Variable(tf.zeros([n])) for n in (10, 20, 1)]
+
     assert device_indices([big, small, *(v.value for v in layer.variables), slot, *late]) == [
         0,
         1,

@@ -75,6 +75,7 @@ def test_each_tower_runs_in_its_device_and_name_scope(towers):
         for op in graph.get_concrete_function(tf.ones([8])).graph.get_operations()
         if op.type == "Square"
     ]
+
     assert [(op.name, op.device[-5:]) for op in squares] == [
         (f"tower_{i}/Square", f"CPU:{i}") for i in range(4)
     ]

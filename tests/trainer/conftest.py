@@ -43,7 +43,8 @@ def tiny_run(tmp_path_factory):
     """Train the tiny model, once for all tests that only read the run; return what a callback was
     told, too.
     """
-    directory, recorder = tmp_path_factory.mktemp("runs") / "tiny", Recorder()
+    directory = tmp_path_factory.mktemp("runs") / "tiny"
+    recorder = Recorder()
     return *finished_run(directory, TINY, profile_steps="1:3", callbacks=[recorder]), recorder
 
 

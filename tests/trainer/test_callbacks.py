@@ -20,24 +20,27 @@ from tests.helpers.short_runs import STEPS, TINY, Recorder, records_of, run
 def test_a_callback_is_told_all_that_is_recorded(tiny_run):
     """That it changes nothing is what the runs without one prove, which end with the same bits."""
     directory, _, recorder = tiny_run
-    assert recorder.calls[0] == ("start", directory) and recorder.calls[-1] == (
+
+    assert recorder.calls[0] == ("start", directory)
+    assert recorder.calls[-1] == (
         "end",
         directory,
         True,
     )
+
     steps = {call[1]: call[2] for call in recorder.calls if call[0] == "step"}
     assert list(steps) == list(range(1, STEPS + 1))
+
     for record in records_of(directory, "train"):
         metrics = steps[record["step"]]
         assert all(type(value) is float for value in metrics.values())
-        assert (
-            metrics["loss"] == record["loss"]
-            and metrics["learning_rate"] == record["learning_rate"]
-        )
+        assert metrics["loss"] == record["loss"]
+        assert metrics["learning_rate"] == record["learning_rate"]
         assert metrics.get("tower_1/loss") == (
             record["towers"]["loss"][1] if "towers" in record else None
         )
     told = [(call[1], call[2]["accuracy"]) for call in recorder.calls if call[0] == "evaluation"]
+
     assert told == [
         (record["step"], record["accuracy"]) for record in records_of(directory, "eval")
     ]
@@ -52,11 +55,14 @@ def test_an_error_of_a_callback_is_raised_once_the_step_is_saved(tmp_path, capsy
     def fail(*_):
         raise error
 
-    recorder, failing = Recorder(), SimpleNamespace(**{hook: fail})
+    recorder = Recorder()
+    failing = SimpleNamespace(**{hook: fail})
     settings = {"target_accuracy": 0.05, "eval_every_epochs": 0.2}
     with pytest.raises(type(error)) as caught:
         run(TINY, tmp_path, callbacks=[failing, recorder], **settings)
+
     assert caught.value is error
+
     (checkpoint,) = list_checkpoints(tmp_path)
     assert lines_with(capsys.readouterr().out, "stopped by an error", f"step {step_of(checkpoint)}")
     assert recorder.calls[-1] == ("end", tmp_path, False)
@@ -80,8 +86,10 @@ def test_an_error_while_logging_leaves_a_run_that_goes_on_to_the_same_bits(
         patch.setattr(RunLogger, part, fail)
         with pytest.raises(OSError, match="No space") as caught:
             run(TINY, tmp_path, **settings)
+
     assert caught.value is full
     assert list_checkpoints(tmp_path)
+
     resumed = run(TINY, tmp_path, **settings)
     assert resumed["weights_sha256"] == tiny_run[1]["weights_sha256"]
 
@@ -100,13 +108,15 @@ def test_after_an_error_of_the_step_the_newest_checkpoint_stands(tmp_path, monke
     monkeypatch.setattr(runner, "to_numpy", fail)
     with pytest.raises(tf.errors.ResourceExhaustedError) as caught:
         run(TINY, tmp_path, checkpoint_every_steps=3)
+
     assert caught.value is lost
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-3.npz"]
     assert lines_with(capsys.readouterr().out, "is not saved", "OOM", "step-3.npz is kept")
 
 
 def test_an_interrupt_while_it_starts_ends_a_run_after_a_step_and_tells_its_callbacks(tmp_path):
-    recorder, signals = Recorder(), StopSignals(())
+    recorder = Recorder()
+    signals = StopSignals(())
     starting = SimpleNamespace(on_start=lambda run: setattr(signals, "received", SIGTERM))
     with pytest.raises(Interrupted, match="step 1"):
         run(TINY, tmp_path, signals, max_steps=4, callbacks=[recorder, starting])
@@ -123,11 +133,14 @@ def test_those_that_were_started_are_told_of_the_end_whatever_others_raise():
             super().on_end(run)
             raise OSError("at the end")
 
-    told, failing, untold = Recorder(), Failing(), Recorder()
+    told = Recorder()
+    failing = Failing()
+    untold = Recorder()
     opened = SimpleNamespace(directory="run", result=None)
     callbacks = Callbacks([told, failing, untold], opened)
     with pytest.raises(OSError, match="at the end") as caught, callbacks.until_end():
         callbacks.start()
+
     assert isinstance(caught.value.__context__, ValueError)
     assert told.calls == failing.calls == [("start", "run"), ("end", "run", False)]
     assert untold.calls == []
@@ -138,10 +151,13 @@ def test_a_callback_that_changes_its_arguments_changes_nothing_else():
         evaluation["confusion"][0].clear()
         evaluation.clear()
 
-    recorder, record = Recorder(), {"split": "test", "accuracy": 0.5, "confusion": [[1, 0], [1, 0]]}
+    recorder = Recorder()
+    record = {"split": "test", "accuracy": 0.5, "confusion": [[1, 0], [1, 0]]}
     before = copy.deepcopy(record)
     Callbacks([SimpleNamespace(on_evaluation=clear), recorder]).evaluation(1, record)
-    assert record == before and recorder.calls == [("evaluation", 1, before)]
+
+    assert record == before
+    assert recorder.calls == [("evaluation", 1, before)]
 
 
 def test_an_object_that_is_no_callback_is_refused():

@@ -37,9 +37,8 @@ def inject_nan(monkeypatch):
 
 def assert_finite(train_dir):
     checkpoints = [read_checkpoint(path)[0] for path in list_checkpoints(train_dir)]
-    assert checkpoints and all(
-        np.isfinite(value).all() for values in checkpoints for value in values.values()
-    )
+    assert checkpoints
+    assert all(np.isfinite(value).all() for values in checkpoints for value in values.values())
 
 
 @pytest.mark.parametrize(
@@ -59,14 +58,18 @@ def test_a_nonfinite_batch_skips_only_its_update(tmp_path, inject_nan, capsys, s
         summary_every_steps=1,
         **settings,
     )
-    assert result["step"] == 6 and result["skipped_steps"] == 3
+
+    assert result["step"] == 6
+    assert result["skipped_steps"] == 3
     assert_finite(tmp_path)
+
     previous, skipped = (read_checkpoint(path)[0] for path in list_checkpoints(tmp_path)[-2:])
-    assert (previous.pop("step"), skipped.pop("step")) == (5, 6) and any(
-        name.startswith("ema") for name in previous
-    )
+    assert (previous.pop("step"), skipped.pop("step")) == (5, 6)
+    assert any(name.startswith("ema") for name in previous)
+
     for name, value in previous.items():
         np.testing.assert_array_equal(skipped[name], value, err_msg=name)
+
     assert lines_with(capsys.readouterr().out, "step 3", f"loss of {tower} is not finite")
     assert [
         record["step"] for record in records_of(tmp_path, "train") if record["loss"] is None
@@ -82,7 +85,9 @@ def test_too_many_nonfinite_steps_end_a_run_that_can_be_resumed(tmp_path, inject
         run(config, tmp_path, StopAtStep(5))
     with pytest.raises(DivergedError, match="step 6 .*step-5.npz .*--learning_rate"):
         run(config, tmp_path)
+
     assert_finite(tmp_path)
+
     inject_nan(set())
     assert run(config, tmp_path)["skipped_steps"] == 2
 

@@ -37,15 +37,17 @@ def values_of(checkpoint, owner):
 
 def test_it_starts_with_the_averages_of_the_other_run_and_goes_on_without_it(tmp_path, tiny_run):
     """Look at the checkpoint from before the first step; the optimizer starts anew."""
-    source, whole, stopped = (
-        shutil.copytree(tiny_run[0], tmp_path / "source"),
-        tmp_path / "one",
-        tmp_path / "two",
-    )
+    source = shutil.copytree(tiny_run[0], tmp_path / "source")
+    whole = tmp_path / "one"
+    stopped = tmp_path / "two"
     config = replace(FINETUNE, checkpoint_every_steps=2, init_from=str(source), seed=1)
     uninterrupted = run(config, whole)
-    first, averaged = checkpoint_path(whole, 0), values_of(find_checkpoint(source), "ema")
-    assert "batch_normalization.moving_variance" in averaged and "dense.kernel" in averaged
+    first = checkpoint_path(whole, 0)
+    averaged = values_of(find_checkpoint(source), "ema")
+
+    assert "batch_normalization.moving_variance" in averaged
+    assert "dense.kernel" in averaged
+
     for owner in ("model", "ema", "lookahead"):
         np.testing.assert_equal(values_of(first, owner), averaged)
     slots = {
@@ -53,11 +55,15 @@ def test_it_starts_with_the_averages_of_the_other_run_and_goes_on_without_it(tmp
         for name, value in read_checkpoint(first)[0].items()
         if name.startswith("optimizer.")
     }
-    assert slots and not any(value.any() for value in slots.values())
+
+    assert slots
+    assert not any(value.any() for value in slots.values())
+
     stopped_after(2, whole, stopped)
     with pytest.raises(UsageError, match=r"init_from .*source -> .*tiny\b"):
         run(config, stopped, init_from=str(tiny_run[0]))
     shutil.rmtree(source)
+
     assert run(config, stopped)["weights_sha256"] == uninterrupted["weights_sha256"]
 
 
@@ -75,18 +81,22 @@ def test_weights_of_another_shape_are_new(tmp_path, tiny_run, capsys):
         batch_size=20,
         max_steps=1,
     )
+
     assert lines_with(capsys.readouterr().out, tiny_run[0], "step 20", "dense.kernel, dense.bias")
+
     averaged = values_of(find_checkpoint(tiny_run[0]), "ema")
     for owner in ("model", "ema", "lookahead"):
         values = values_of(checkpoint_path(tmp_path / "run", 0), owner)
-        assert values.pop("dense.kernel").shape == (8, 3) and values.pop("dense.bias").shape == (3,)
+        assert values.pop("dense.kernel").shape == (8, 3)
+        assert values.pop("dense.bias").shape == (3,)
         np.testing.assert_equal(values, {name: averaged[name] for name in values})
 
 
 def test_a_run_is_not_overwritten_if_the_other_run_is_refused(saved_run, tiny_run):
     with pytest.raises(UsageError, match=f"init_from={tiny_run[0]} .*tiny"):
         run(FINETUNE, saved_run, model="cifarnet", init_from=str(tiny_run[0]), overwrite=True)
-    assert len(list_checkpoints(saved_run)) == 3 and (saved_run / "result.json").exists()
+    assert len(list_checkpoints(saved_run)) == 3
+    assert (saved_run / "result.json").exists()
 
 
 def test_the_default_directory_names_the_other_run():

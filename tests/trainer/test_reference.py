@@ -45,6 +45,7 @@ def test_the_tables_of_records_have_every_key_and_no_other(tiny_run):
         assert keys == documented_keys(title).keys()
     last = {name: told for name, _, told in recorder.calls[1:]}
     names = {name for name in documented_keys("Training records").values() if name}
+
     assert last["step"].keys() == names | {name.replace("tower_0", "tower_1") for name in names}
     assert last["evaluation"].keys() == {
         name for name in documented_keys("Evaluation records").values() if name
@@ -66,7 +67,9 @@ def test_a_tracker_gets_every_record(tiny_run, monkeypatch, library, log):
         for record in scores:
             callbacks.evaluation(record["step"], record)
     logged = [call.args for call in tracker.mock_calls if call[0] == log]
-    of_steps, of_scores = logged[: len(steps)], logged[len(steps) :]
+    of_steps = logged[: len(steps)]
+    of_scores = logged[len(steps) :]
+
     assert [(metrics["loss"], step) for metrics, step in of_steps] == [
         (r["loss"], r["step"]) for r in steps
     ]
@@ -98,7 +101,9 @@ def test_a_hugging_face_data_set_becomes_arrays(tmp_path, monkeypatch):
         "some/name", "img", "fine_label", tmp_path / "arrays.npz"
     )
     dataset = sources.load(sources.find(f"npz:{tmp_path / 'arrays.npz'}"))
+
     assert dataset.train.info.class_names == synthetic.CLASSES
+
     for name, split in splits.items():
         read, made = (
             sorted(

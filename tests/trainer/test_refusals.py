@@ -42,7 +42,9 @@ def test_images_that_have_changed_are_refused(tmp_path, small_folder):
     validation = shutil.copytree(photos / "test", photos / "validation")
     on_photos = {"train_dir": tmp_path / "run", "dataset": f"folder:{photos}", "batch_size": 40}
     result = run(TINY, **on_photos, max_steps=1)
+
     assert run(TINY, **on_photos, max_steps=1) == result
+
     shutil.rmtree(validation)
     for max_steps in (1, 2):
         with pytest.raises(DataError, match="validation images .*photos"):

@@ -31,9 +31,12 @@ from tests.helpers.short_runs import STEPS, TINY, records_of, run
 def test_records_of_steps(tiny_run):
     """Scalars are recorded ten times as often as diagnostics, and at least every step."""
     train = records_of(tiny_run[0], "train")
+
     assert [r["step"] for r in train] == list(range(1, 21))
-    assert train[9]["epoch"] == 1.0 and train[-1]["loss"] < train[0]["loss"]
+    assert train[9]["epoch"] == 1.0
+    assert train[-1]["loss"] < train[0]["loss"]
     assert [r["step"] for r in train if "towers" in r] == [5, 10, 15, 20]
+
     counts = {name: len(of_towers) for name, of_towers in train[4]["towers"].items()}
     assert counts == {"loss": 2, "gradient_norm": 2, "cosine": 2}
 
@@ -57,15 +60,15 @@ def test_a_speednet_learns_at_its_image_sizes(speednet_run):
 
 def test_environment_has_towers_versions_classes_and_digests(tiny_run):
     environment = json.loads((tiny_run[0] / "environment.json").read_text())
+
     assert [(t["name"], t["device"]) for t in environment["towers"]] == [
         ("tower_0", "/CPU:0"),
         ("tower_1", "/CPU:1"),
     ]
-    assert environment["packages"]["tensorflow"].startswith("2.") and environment["processor"]
-    assert (
-        environment["data_sha256"].keys() == {"train", "test"}
-        and len(environment["class_names"]) == 10
-    )
+    assert environment["packages"]["tensorflow"].startswith("2.")
+    assert environment["processor"]
+    assert environment["data_sha256"].keys() == {"train", "test"}
+    assert len(environment["class_names"]) == 10
     assert environment["precision"] == "float32"
 
 
@@ -92,7 +95,9 @@ def test_evaluate_reproduces_the_score_of_the_run(tiny_run):
     )
     score = evaluate_checkpoint(config)
     expected = result["evaluations"][-1]["accuracy"]
-    assert score["count"] == 500 and score["accuracy"] == pytest.approx(expected, abs=0.004)
+
+    assert score["count"] == 500
+    assert score["accuracy"] == pytest.approx(expected, abs=0.004)
     assert score["interval95"][0] < score["accuracy"] < score["interval95"][1]
     assert sum(map(sum, score["confusion"])) == 500
 
@@ -100,6 +105,7 @@ def test_evaluate_reproduces_the_score_of_the_run(tiny_run):
 def test_target_accuracy_ends_a_run(tmp_path):
     config = replace(TINY, target_accuracy=0.05, eval_every_epochs=0.2)
     result = run(config, tmp_path)
+
     assert result["step"] == 2
     assert run(config, tmp_path) == result  # the target stays reached
     assert result["reached"] == result["evaluations"][-1]["accuracy"]
@@ -120,12 +126,14 @@ def test_the_target_is_for_the_weights_that_the_run_reports(tmp_path, monkeypatc
     settings = {"max_steps": 1, "validation_examples": 500, "tta": True}
     result = run(TINY, tmp_path, target_accuracy=0.94, **settings)
     kinds = [(each["split"], each["weights"], each["tta"]) for each in result["evaluations"]]
+
     assert kinds[:3] == [
         ("validation", "raw", False),
         ("validation", "ema", False),
         ("validation", "ema", True),
     ]
-    assert {split for split, *_ in kinds[3:]} == {"test"} and result["reached"] is None
+    assert {split for split, *_ in kinds[3:]} == {"test"}
+    assert result["reached"] is None
 
 
 def test_an_indivisible_batch_uses_fewer_towers(caplog):
@@ -137,7 +145,9 @@ def test_an_indivisible_batch_uses_fewer_towers(caplog):
 def test_rates_count_the_steps_that_finished(tmp_path):
     result = run(TINY, tmp_path, image_size_schedule="0=18,60%=20", checkpoint_every_steps=STEPS)
     rates = [record["images_per_sec"] for record in records_of(tmp_path, "train")]
-    assert rates[0] is None and all(rate > 0 for rate in rates[1:]) and result["images_per_sec"] > 0
+    assert rates[0] is None
+    assert all(rate > 0 for rate in rates[1:])
+    assert result["images_per_sec"] > 0
     # the first and the 13th are compiled, and the 12th finishes meanwhile
     assert read_checkpoint(find_checkpoint(tmp_path))[1]["images"] == (STEPS - 3) * TINY.batch_size
 
@@ -167,14 +177,19 @@ def test_synthetic_data_that_replace_cifar10_are_named_everywhere(
         )
     )
     output = capsys.readouterr().out
+
     assert len(lines_with(caplog.text, "dataset=auto is synthetic", "does not answer")) == 1
     assert lines_with(output, "synthetic: 2,000 training images")
     assert lines_with(output, "result: synthetic test ", "%")
+
     (found,) = read_runs([Path("runs")])
-    assert found.name == "tiny-synthetic-seed10" and found.config["dataset"] == "synthetic"
+    assert found.name == "tiny-synthetic-seed10"
+    assert found.config["dataset"] == "synthetic"
+
     row = " +".join([found.name, "tiny", "synthetic", "done"])
     assert re.search(row, format_table([found]))
     assert "<td>synthetic</td>" in render([found])
+
     found.directory.joinpath("result.json").unlink()
     assert describe(found)["data"] == "synthetic"
 
@@ -203,6 +218,7 @@ def test_seeds_are_summarized_without_those_that_diverge(tmp_path, monkeypatch, 
     find.assert_called_once()
     read.assert_called_once()
     line = "plain: test/ema 94.00 ± 2.00 % (n=3)\n"
+
     assert capsys.readouterr().out == line
 
     assert call(monkeypatch, "runs", f"--runs_dir={tmp_path}") == 0

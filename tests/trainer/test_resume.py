@@ -94,21 +94,26 @@ def by_damage(directory):
 def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(
     tmp_path, tiny_run, capsys, stop
 ):
-    saved, _ = stop(tmp_path), capsys.readouterr()
+    saved = stop(tmp_path)
+    capsys.readouterr()
     run(TWO_TOWERS, tmp_path)
     output = capsys.readouterr().out
     (line,) = lines_with(output, "resuming", f"step {saved}")
+
     assert "->" not in line  # nothing has changed
     assert lines_with(output, f"mean of {10 - saved % 10} step")  # of the epoch
+
     same, differences = compare_runs(tiny_run[0], tmp_path)
     assert same, differences
     assert [record["step"] for record in records_of(tmp_path, "train")] == list(range(1, 21))
+
     evaluations = [(record["step"], record["weights"]) for record in records_of(tmp_path, "eval")]
-    assert evaluations[-3:] == [(10, "ema"), (20, "raw"), (20, "ema")] and len(evaluations) == len(
-        set(evaluations)
-    )
+    assert evaluations[-3:] == [(10, "ema"), (20, "raw"), (20, "ema")]
+    assert len(evaluations) == len(set(evaluations))
     assert list(tensors_of(events_of(tmp_path / "train"), "loss")) == list(range(1, 21))
+
     of_towers = tensors_of(events_of(tmp_path / "train"), "tower_1/loss")
+
     # 7: the last step of the first part
     assert [step for step in of_towers if step != 7] == [
         5,
@@ -141,9 +146,12 @@ def test_every_kind_of_state_is_restored(tmp_path, capsys, settings):
     )
     run(config, tmp_path / "whole")
     run(config, stopped_after(3, tmp_path / "whole", tmp_path / "resumed"))
+
     assert lines_with(capsys.readouterr().out, "resuming", "step 3")
+
     same, differences = compare_runs(tmp_path / "whole", tmp_path / "resumed")
-    assert same and "step-6.npz" in differences, differences
+    assert same, differences
+    assert "step-6.npz" in differences, differences
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2])
@@ -159,7 +167,8 @@ def test_bfloat16_is_for_the_computation_alone(tmp_path, num_gpus):
         owners = {name.partition(".")[0] for name in values}
         assert owners == {"step", "model", "ema", "lookahead", "optimizer"}
         dtypes = {value.dtype.name for value in values.values() if value.dtype.kind not in "iu"}
-        assert dtypes == {"float32"} and metadata["facts"]["precision"] == precision
+        assert dtypes == {"float32"}
+        assert metadata["facts"]["precision"] == precision
 
     assert losses["bfloat16"][-1] < 0.98 * losses["bfloat16"][0]
     np.testing.assert_allclose(losses["bfloat16"], losses["float32"], rtol=0.02)
@@ -200,14 +209,15 @@ def test_a_run_goes_on_under_other_strategies(tmp_path, tiny_run, capsys):
     starts = {8: {"num_gpus": 4}, 14: {"num_gpus": 2, "strategy": "mirrored"}, 20: {"num_gpus": 1}}
     for end, start in starts.items():
         assert run(TINY, tmp_path, max_steps=end, **start)["step"] == end
+
     assert lines_with(capsys.readouterr().out, "step 8", "towers 4 -> 2")
+
     ours, uninterrupted = (records_of(directory, "train") for directory in (tmp_path, tiny_run[0]))
     for name in ("step", "learning_rate"):
         assert [record[name] for record in ours] == [record[name] for record in uninterrupted]
-    assert (
-        ours[-1]["loss"] == pytest.approx(uninterrupted[-1]["loss"], rel=0.05)
-        and ours[8]["loss"] < ours[0]["loss"]
-    )
+
+    assert ours[-1]["loss"] == pytest.approx(uninterrupted[-1]["loss"], rel=0.05)
+    assert ours[8]["loss"] < ours[0]["loss"]
 
 
 def test_a_resumed_run_uses_and_names_what_has_changed(tmp_path, capsys, monkeypatch):
@@ -222,16 +232,22 @@ def test_a_resumed_run_uses_and_names_what_has_changed(tmp_path, capsys, monkeyp
         run(config, tmp_path / "run", max_steps=count, num_gpus=count)
         monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
     changed = "towers 1 -> 2", "oneDNN 1 -> 0", "code of loss "
+
     assert lines_with(capsys.readouterr().out, "resuming from step 1", *changed)
+
     rows = [
         (record["loss"] > 50, record["images_per_sec"])
         for record in records_of(tmp_path / "run", "train")
     ]
+
     # a rate is unknown, as each was the first step of a start
     assert rows == [
         (False, None),
         (True, None),
     ]
+
     events = events_of(tmp_path / "run/train")  # the user's function is called `loss`
     tags = events.Tags()["tensors"]
-    assert "losses/loss" in tags and "losses/cross_entropy" not in tags
+
+    assert "losses/loss" in tags
+    assert "losses/cross_entropy" not in tags

@@ -43,12 +43,14 @@ def test_each_tower_has_a_curve_of_its_own_and_a_box_in_the_graph(tiny_run):
     assert {"tower_0", "tower_1"} <= {node.name.split("/")[0] for node in train.Graph().node}
     for tower in ("tower_0", "tower_1"):
         cosines = tensors_of(train, f"{tower}/cosine")
-        assert list(cosines) == [5, 10, 15, 20] and 0 < cosines[5] <= 1
+        assert list(cosines) == [5, 10, 15, 20]
+        assert 0 < cosines[5] <= 1
 
 
 def test_pictures_and_scores(tiny_run):
     directory, result, _ = tiny_run
-    train, evaluated = events_of(directory / "train"), events_of(directory / "eval")
+    train = events_of(directory / "train")
+    evaluated = events_of(directory / "eval")
     for events, tag in (
         (train, "input/augmented"),
         (evaluated, "confusion/test"),
@@ -57,6 +59,7 @@ def test_pictures_and_scores(tiny_run):
         width, height, png = tensors_of(events, tag)[20]
         assert tf.io.decode_png(png).shape == (int(height), int(width), 3)
     shown = tensors_of(evaluated, "accuracy/test/ema_tta")
+
     assert shown[20] == pytest.approx(result["evaluations"][-1]["accuracy"])
     assert tensors_of(evaluated, "final/training_seconds")[20] > 0
 
@@ -65,9 +68,11 @@ def test_smoothed_losses_are_moving_averages_of_the_raw_ones(tiny_run):
     train = events_of(tiny_run[0] / "train")
     for term in ("cross_entropy", "total_loss"):
         raw, averaged = (tensors_of(train, f"losses/{term}{which}") for which in (" (raw)", ""))
-        total, weight = np.float64(0), np.float64(0)
+        total = np.float64(0)
+        weight = np.float64(0)
         for step in range(1, 21):
-            total, weight = 0.9 * total + 0.1 * np.float64(raw[step]), 0.9 * weight + 0.1
+            total = 0.9 * total + 0.1 * np.float64(raw[step])
+            weight = 0.9 * weight + 0.1
             assert averaged[step] == pytest.approx(total / weight, rel=1e-6)
 
 
@@ -109,7 +114,8 @@ def test_every_tag_of_the_tutorial_has_a_counterpart(tmp_path):
             tags = {tag.replace(kind, name) for tag in tags for name in listed}
         return tags
 
-    tutorials, ours = tags_of(0), tags_of(1)
+    tutorials = tags_of(0)
+    ours = tags_of(1)
     layers = ("conv1", "conv2", "local3", "local4", "softmax_linear")
     of_layers = {
         f"{layer}/{kind}"
@@ -119,7 +125,9 @@ def test_every_tag_of_the_tutorial_has_a_counterpart(tmp_path):
     of_layers |= {f"{layer}/{kind}/gradients" for layer in layers for kind in ("weights", "biases")}
     losses = {"cross_entropy", "local3/weight_loss", "local4/weight_loss", "total_loss"}
     losses |= {f"{loss} (raw)" for loss in losses}
+
     assert tutorials == of_layers | losses | {"images", "learning_rate", "Precision @ 1"}
+
     config = recipe(
         "cifarnet", dataset="synthetic", batch_size=64, max_steps=2, num_gpus=1, precision="float32"
     )
@@ -128,4 +136,5 @@ def test_every_tag_of_the_tutorial_has_a_counterpart(tmp_path):
     tags = {
         tag for part in ("train", "eval") for tag in events_of(tmp_path / part).Tags()["tensors"]
     }
+
     assert ours <= tags, ours - tags

@@ -46,7 +46,8 @@ def test_gradients_and_images_are_those_of_their_step(towers, examples, count, s
     """The biases are frozen, and have no gradient."""
     run, _, diagnose = make_run(towers(count), examples, **settings)
     reference, augmentation, _ = make_run(towers(count), examples)
-    batch, model = run.batches.at(0), reference.state.model
+    batch = run.batches.at(0)
+    model = reference.state.model
     rates = {name: rate for name, rate in run.rates().items() if name != "biases"}
     metrics = run.step(0, batch, rates, image_size=32)
     found = diagnose(FinishedStep(1, batch, {}, 32, metrics, run.gradients))
@@ -68,20 +69,26 @@ def test_gradients_and_images_are_those_of_their_step(towers, examples, count, s
     *flat, mean = [
         np.concatenate([g.ravel() for g in gradients]) for gradients in [*of_towers, means]
     ]
+
     np.testing.assert_allclose(
         found.tower_gradient_norm, [np.linalg.norm(own) for own in flat], rtol=1e-4
     )
+
     cosines = [own @ mean / np.linalg.norm(own) / np.linalg.norm(mean) for own in flat]
     np.testing.assert_allclose(found.tower_gradient_cosine, cosines, atol=1e-5)
     assert list(found.gradients) == [v.path for v in model.trainable_variables if len(v.shape) > 1]
+
     for gradient, expected in zip(found.gradients.values(), means, strict=True):
         np.testing.assert_allclose(
             gradient, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max()
         )
+
     assert list(found.weights) == [v.path for v in model.trainable_variables]
+
     for weight, ours in zip(run.state.weights, found.weights.values(), strict=True):
         np.testing.assert_array_equal(ours, weight)
     images = augmentation.augment(shards[-1].images, shards[-1].draws).numpy()  # the final tower's
+
     np.testing.assert_allclose(found.images, images[: len(found.images)], atol=1e-5)
     np.testing.assert_array_equal(found.labels, shards[-1].labels[: len(found.labels)])
 
@@ -97,6 +104,7 @@ def test_images_are_those_that_the_model_saw(towers, examples, tmp_path):
     found = diagnose(FinishedStep(1, selected, {}, 32, metrics, run.gradients))
     rows = run.selected.draws.example_index - batch.draws.example_index.numpy()[0]
     images = -augmentation.augment(batch.images, batch.draws).numpy()[rows]
+
     np.testing.assert_allclose(found.images, images, atol=1e-5)
     np.testing.assert_array_equal(found.labels, batch.labels.numpy()[rows])
 
@@ -129,7 +137,9 @@ def test_nonlinear_layers_are_measured_also_of_a_reused_backbone(towers, example
     )
     found, given = diagnose_model(model, towers(1), examples)
     relu = tf.nn.relu(layers[0](given))
+
     assert list(found.activations) == ["relu", "tanh", "head"]
+
     for name, expected in (("relu", relu), ("tanh", layers[2](relu)), ("head", model(given))):
         np.testing.assert_allclose(found.activations[name], expected, rtol=1e-5, atol=1e-5)
 

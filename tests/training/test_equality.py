@@ -24,7 +24,11 @@ from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import as_tf_function, make_update
 
 pytestmark = pytest.mark.gpu
-STEPS, BATCH, RATE, MOMENTUM, BOUND = 4, 48, 0.1, 0.9, 1e-4
+STEPS = 4
+BATCH = 48
+RATE = 0.1
+MOMENTUM = 0.9
+BOUND = 1e-4
 AUGMENTATION = Augmentation(AugmentationSettings(shift=2, brightness=8.0))
 SOME = [("towers", "cpu", 1, 4), ("towers", "round_robin", 2, 1), ("towers", "least_loaded", 4, 1)]
 SOME += [("mirrored", "", 2, 1), ("mirrored", "", 2, 2)]
@@ -114,7 +118,8 @@ def witness(batches):
         for batch in batches:
             images = AUGMENTATION.augment(batch.images, batch.draws)
             before = [v.numpy() for v in statistics]
-            gradients, moved = [], []
+            gradients = []
+            moved = []
             for part in range(parts):
                 for variable, value in zip(statistics, before, strict=True):
                     variable.assign(value)

@@ -53,13 +53,14 @@ def test_training_uses_the_examples_with_the_highest_proxy_losses(
         rows = both.selected.draws.example_index - batch.draws.example_index.numpy()[0]
         assert set(rows) == set(np.argsort(by_hand)[-16:])
         assert (np.diff(rows) > 0).all()
-        assert metrics.updated and both.proxy_metrics.updated
+        assert metrics.updated
+        assert both.proxy_metrics.updated
         results = small.step(number, batch, both.rates(number))  # so that its whitening rests
         assert results.loss == pytest.approx(both.proxy_metrics.loss, rel=1e-5)
         results = alone.step(number, gather_rows(batch, rows))
-        assert results.accuracy == metrics.accuracy and results.loss == pytest.approx(
-            metrics.loss, rel=1e-5
-        )
+        assert results.accuracy == metrics.accuracy
+        assert results.loss == pytest.approx(metrics.loss, rel=1e-5)
+
     assert_same(both.values("proxy."), small.values())
     assert_same(
         {n: v for n, v in both.values().items() if not n.startswith("proxy.")}, alone.values()
@@ -86,14 +87,17 @@ def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples):
     kernel.assign(tf.fill(kernel.shape, np.inf))
     before = run.values()
     metrics = run.step()
+
     assert metrics.updated
     assert not run.proxy_metrics.updated
+
     after = run.values()
     moved = {
         name
         for name, value in before.items()
         if not np.array_equal(after[name], value, equal_nan=True)
     }
+
     assert {"proxy.step", "step", "model.dense.kernel"} <= moved
     assert not [name for name in moved if name.startswith(("proxy.model", "proxy.optimizer"))]
 

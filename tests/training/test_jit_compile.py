@@ -81,12 +81,16 @@ def after_steps(towers, examples, precision="float32", **settings):
 def test_compiled_equals_not_compiled(towers, examples, count, settings):
     plain, metrics = after_steps(towers(count), examples, **settings)
     compiled, of_compiled = after_steps(towers(count), examples, **settings, jit_compile=True)
+
     assert plain.keys() == compiled.keys()
+
     for name, value in plain.items():
         np.testing.assert_allclose(
             compiled[name], value, rtol=1e-3, atol=1e-3 * np.abs(value).max(), err_msg=name
         )
-    assert of_compiled.updated and of_compiled.loss == pytest.approx(metrics.loss, rel=1e-4)
+
+    assert of_compiled.updated
+    assert of_compiled.loss == pytest.approx(metrics.loss, rel=1e-4)
     assert of_compiled.gradient_norm == pytest.approx(metrics.gradient_norm, rel=1e-3)
 
 
@@ -97,7 +101,9 @@ def test_compiled_towers_equal_one_not_compiled(towers, examples):
     three = StepRun(towers(3), examples, dataclasses.replace(config, jit_compile=True))
     for number in range(3):
         losses = [run.step(number).loss for run in (one, three)]
+
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
     for name, value in one.values("model.").items():
         np.testing.assert_allclose(
             three.values("model.")[name], value, atol=1e-3 * np.abs(value).max(), err_msg=name
@@ -116,8 +122,10 @@ def test_the_host_launches_few_operations(towers, examples, name):
     elsewhere = dataclasses.replace(towers(2)[1], index=0)
     (plain,) = traced([elsewhere], examples, name)
     (whole,) = traced([elsewhere], examples, name, jit_compile=True)
-    before, after = operations.count_launched(plain), operations.count_launched(whole)
+    before = operations.count_launched(plain)
+    after = operations.count_launched(whole)
     print(f"{name}: {before} operations, {after} compiled whole")
+
     assert after <= 60
     assert before > 5 * after
 
@@ -135,4 +143,5 @@ def test_xla_has_every_compiled_operation_for_gpus(towers, examples, name, preci
     known = {*pywrap_xla_ops.get_gpu_kernel_names()}
     functions = traced(towers(2)[1:], examples, name, precision, jit_compile=True, **settings)
     types = set().union(*map(operations.compiled_types, functions))
-    assert len(types) > 50 and types <= known, types - known
+    assert len(types) > 50, types - known
+    assert types <= known, types - known

@@ -54,7 +54,8 @@ def test_every_call_of_a_layer_adds_its_losses():
 
 def test_towers_that_meet_in_a_norm_keep_their_losses(towers):
     """The second tower calls each layer while the first one waits for it in the norm."""
-    images, both = keras.Input([6, 6, 3]), towers(2)
+    images = keras.Input([6, 6, 3])
+    both = towers(2)
     penalized = keras.layers.ActivityRegularization(l2=1e-3)(images)
     model = keras.Model(images, keras.layers.BatchNormalization()(penalized))
     synchronize(model)

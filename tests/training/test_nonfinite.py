@@ -33,8 +33,11 @@ def same(before, after):
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())) or "towers")
 def test_nonfinite_step_changes_nothing_and_names_its_tower(towers, examples, way):
     run = StepRun(towers(2), examples, replace(NET, **way))
-    rates, batch = run.rates(rate=0.01), run.batches.at(0)
+    rates = run.rates(rate=0.01)
+    batch = run.batches.at(0)
+
     assert run.step(0, batch, rates).updated
+
     before = run.values()
     for example in (3, 20):
         images = tf.cast(batch.images, tf.float32).numpy()
@@ -48,6 +51,7 @@ def test_nonfinite_step_changes_nothing_and_names_its_tower(towers, examples, wa
         named = "tower_0 and tower_1" if is_everywhere else f"tower_{example // 12}"
         message = describe_nonfinite(metrics, run.towers)
         assert message == f"the loss of {named} is not finite"
+
     assert run.step(0, batch, rates).updated
     assert not same(before, run.values())
     assert run.state.step.numpy() == 4
@@ -81,16 +85,22 @@ def test_skipped_steps_are_counted_in_all_and_in_a_row(towers):
         finished(10, True, False),
     )
     lines = [health.record(step) for step in steps]
+
     assert lines[0] == lines[2] == []
     assert lines_with(*lines[1], "step 7 ", "1 in a row", "loss of tower_0")
-    assert lines_with(*lines[3], "step 9 ", "1 in a row") and "proxy" not in lines[3][0]
+    assert lines_with(*lines[3], "step 9 ", "1 in a row")
+    assert "proxy" not in lines[3][0]
     assert lines_with(*lines[4], "proxy's update of step 10 ", "1 in a row", "loss of tower_0")
     assert health.metadata() == {
         "skipped_steps": 2,
         "skipped_in_a_row": 0,
         "proxy_skipped_in_a_row": 1,
     }
+
     later.restore(health.metadata() | {"step": 20})
-    assert len(later.record(finished(21, False, False))) == 2 and not later.has_diverged
+    assert len(later.record(finished(21, False, False))) == 2
+    assert not later.has_diverged
+
     later.record(finished(22, True, False))
-    assert later.has_diverged and later.skipped_steps == 3
+    assert later.has_diverged
+    assert later.skipped_steps == 3

@@ -56,15 +56,18 @@ def test_a_step_ran_where_the_policy_says(towers, examples, policy):
     run = StepRun(on_towers, examples, TrainConfig(variable_placement=policy, **settings))
     devices = partitions(lambda: run.step(0), 4)
     work = {device: sum("Conv2D" in node.op for node in nodes) for device, nodes in devices.items()}
+
     assert {device for device, count in work.items() if count} == {
         tower.device for tower in on_towers
     }
     assert len({work[tower.device] for tower in on_towers}) == 1  # the same for each
+
     updated = {short_device(variable.device) for variable in run.state.weights}
     statistics = {short_device(variable.device) for variable in run.state.non_trainable}
     assigned = {
         device for device, nodes in devices.items() if any(node.op in ASSIGNMENTS for node in nodes)
     }
+
     # the step counter and moving averages of the losses
     assert assigned - updated - statistics <= {HOST}
     assert updated == {HOST} if policy == "cpu" else len(updated) > 1
@@ -88,4 +91,5 @@ def test_a_deterministic_run_in_two_parts_has_the_same_bits(tmp_path, small_fold
     results = [
         json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "parts")
     ]
+
     assert results[0]["weights_sha256"] == results[1]["weights_sha256"]

@@ -79,7 +79,9 @@ def test_weight_decay_takes_the_same_fraction_of_every_group(state):
     learning rate.
     """
     expected = {"kernels": 0.2, "biases": 0.4, "head": 0.5, "whitening": 0.8}
+
     assert state.optimizer.learning_rates(1) == pytest.approx(expected, rel=1e-6)
+
     state.step.assign(1)  # where Muon does not rescale
     for weight in state.weights:
         weight.assign(tf.ones_like(weight))
@@ -113,6 +115,7 @@ def test_without_a_gradient_or_a_rate_a_variable_and_its_slots_rest(state):
     }
     _, moved = update(state, gradients, rates)
     weights = {"model.whitening.kernel", "model.whitening.bias", "model.last.kernel"}
+
     assert {name for name in moved if name.startswith("model.")} == weights
     assert {name.split(".")[1] for name in moved if name.startswith("optimizer.")} == {
         "head",
@@ -147,6 +150,7 @@ def test_norm_of_a_sparse_gradient_is_that_of_the_dense_one(state):
         rows if variable_name(weight) == "last/kernel" else None for weight in state.weights
     ]
     (_, norm), _ = update(state, gradients)
+
     assert float(norm) == pytest.approx(5.0)
 
 
@@ -206,7 +210,8 @@ def muon_by_numpy(weight, slots, gradient, rate, step, momentum, total_steps, we
     ],
 )
 def test_updates_and_slots_by_numpy_while_the_rate_changes(rule, reference, settings):
-    generator, slots = np.random.default_rng(0), {}
+    generator = np.random.default_rng(0)
+    slots = {}
     weight = generator.normal(size=(1, 1, 3, 5)).astype("f4")
     ours = rule([tf.Variable(weight)], **settings)
     for step, rate in ((0, 0.2), (1, 0.1), (2, 0.1), (40, 0.05), (42, 0.05)):
@@ -216,19 +221,24 @@ def test_updates_and_slots_by_numpy_while_the_rate_changes(rule, reference, sett
         )
         assign(ours.compute_update(0, tf.constant(gradient), tf.constant(rate), tf.constant(step)))
         np.testing.assert_allclose(ours.variables[0], weight, rtol=1e-4, atol=1e-5)
+
     assert {name for name, variables in ours.slots.items() if variables} == slots.keys()
+
     for name, value in slots.items():
         np.testing.assert_allclose(ours.slots[name][0], value, rtol=1e-4, atol=1e-6)
 
 
 def test_adamw_agrees_with_keras():
-    start, generator = np.array([0.3, -1.0], "f4"), np.random.default_rng(0)
-    rule, witness = AdamW([tf.Variable(start)], weight_decay=0.1), keras.Variable(start)
+    start = np.array([0.3, -1.0], "f4")
+    generator = np.random.default_rng(0)
+    rule = AdamW([tf.Variable(start)], weight_decay=0.1)
+    witness = keras.Variable(start)
     optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-8)
     for step in range(50):
         gradient = tf.constant(generator.normal(size=2), tf.float32)
         assign(rule.compute_update(0, gradient, tf.constant(0.01), tf.constant(step)))
         optimizer.apply([gradient], [witness])
+
     np.testing.assert_allclose(rule.variables[0], witness.numpy(), rtol=1e-4)
 
 
@@ -240,10 +250,8 @@ def in_other_order():
     class Net(keras.Model):
         def __init__(self):
             super().__init__()
-            self.head, self.body = (
-                keras.layers.Dense(5, name="head"),
-                keras.layers.Dense(7, name="body"),
-            )
+            self.head = keras.layers.Dense(5, name="head")
+            self.body = keras.layers.Dense(7, name="body")
 
         def call(self, images):
             return self.head(self.body(images))
@@ -287,6 +295,7 @@ def test_roles_of_variables(make, is_speednet, kernels, head, whitening, num_bia
         role: [layer_of[id(v)] for v in found]
         for role, found in split_by_role(model, is_speednet).items()
     }
+
     assert len(layers.pop("biases")) == num_biases
     assert layers == {"kernels": kernels, "head": head, "whitening": whitening}
 
@@ -312,7 +321,9 @@ def test_momentum_and_weight_decay_are_summed_in_one_order():
         for node in graph.post_optimization_graph.node
         if node.op.startswith("Add")
     ]
-    assert sums and all(len(node.input) == 2 for node in sums)
+
+    assert sums
+    assert all(len(node.input) == 2 for node in sums)
     np.testing.assert_allclose(moved, np.full([8, 8], 1.01))
 
 

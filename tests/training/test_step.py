@@ -44,10 +44,8 @@ def witness(examples):
     towers, no optimizers.
     """
     config = cifarnet()
-    model, augmentation = (
-        build.make_model(config, "float64", CIFAR10, examples),
-        build.make_augmentation(config, CIFAR10),
-    )
+    model = build.make_model(config, "float64", CIFAR10, examples)
+    augmentation = build.make_augmentation(config, CIFAR10)
     weights = [v.value for v in model.trainable_variables]
     buffers = [0.0] * len(weights)
     for number in range(STEPS):
@@ -135,6 +133,7 @@ def test_gpus_can_run_every_operation_of_a_tower(towers, examples, name, precisi
         on_tower += [node for node in graph.node if node.device.endswith(last.device[1:])]
         for function in graph.library.function:
             inside += function.node_def
+
     assert len(on_tower) > 300
     assert not [(node.name, node.op) for node in on_tower + inside if not gpu_runs(node)]
 
@@ -148,7 +147,9 @@ def test_micro_batches_hold_the_gradients_of_one_part_and_the_sum(towers, exampl
         for op in graph.get_operations()
         if op.type == "AddN" and tuple(op.outputs[0].shape) in shapes
     ]
+
     assert {len(op.inputs) for op in sums} == {2}
+
     for part in (2, 3):  # which wait for the sum of those before
         (images,) = (
             op for op in graph.get_operations() if op.name == f"tower_0/part_{part}/Identity"
@@ -183,11 +184,14 @@ def test_operations_are_on_their_tower_or_beside_their_variable(towers, examples
                 variable.device for variable in group.rule.variables
             ]
     averaged = [op for op in made if op.type == "AddN" and op.name.startswith("average_gradients/")]
+
     assert [op.device[-5:] for op in averaged] == [v.device[-5:] for v in run.state.weights]
+
     inside = {id(outer): inner for outer, inner in function.graph.captures}
     device_of = {id(inside[id(v.handle)]): v.device[-5:] for v in function.variables}
     updates = [op for op in made if op.type in ("AssignSubVariableOp", "AssignVariableOp")]
     moved = [op for op in updates if id(op.inputs[0]) in device_of]
+
     assert len(moved) >= len(run.state.weights)
     assert all(op.device[-5:] == device_of[id(op.inputs[0])] for op in moved)
 
@@ -200,8 +204,10 @@ def test_operations_are_on_their_tower_or_beside_their_variable(towers, examples
             for output in op.outputs
         )
     ]
+
     # three in each Newton-Schulz step
     assert sum(op.type == "MatMul" for op in large) >= 3 * 3 * len(kernels)
+
     used = {op.device[-5:] for op in large} - {""}
     assert (
         used == {"CPU:0"}
@@ -230,10 +236,12 @@ def test_frozen_groups_get_no_gradient_and_change_nothing_else(towers, examples,
     filters = (
         build.make_model(config, "float32", CIFAR10, examples).get_layer("whitening").kernel.numpy()
     )
-    weights, backward = [], []
+    weights = []
+    backward = []
     for rests in (False, True):
         run = StepRun(towers(2), examples, config)
-        assert "whitening" in run.rates(1) and "whitening" not in run.rates(2)
+        assert "whitening" in run.rates(1)
+        assert "whitening" not in run.rates(2)
         rates = run.rates(2)
         if not rests:
             rates["whitening"] = tf.constant(0.0)
@@ -244,7 +252,9 @@ def test_frozen_groups_get_no_gradient_and_change_nothing_else(towers, examples,
         weights.append([weight.numpy() for weight in run.state.weights])
         # frozen all along
         np.testing.assert_array_equal(run.state.model.get_layer("whitening").kernel, filters)
+
     assert backward[0] > backward[1]
+
     for moved, rested in zip(*weights, strict=True):
         np.testing.assert_array_equal(moved, rested)
 
@@ -258,7 +268,9 @@ def test_dropout_depends_on_the_position_in_the_batch(towers, examples):
     alike = examples.take(np.zeros(48, int))  # one image, so that only what is dropped differs
     two, metrics = trained(towers(2), alike, "float64", 2, **settings)
     one, _ = trained(towers(1), alike, "float64", 2, **settings, micro_batches=2)
+
     assert abs(np.ptp(metrics.tower_losses)) > 1e-6
+
     for ours, theirs in zip(one.weights, two.weights, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-14)
 
@@ -273,7 +285,9 @@ def test_model_losses_are_added_once(towers, examples):
         trained(towers(2), examples, "float64", 1, model=net(name), **settings)
         for name in ("regularized", "plain")
     )
+
     assert float(metrics.losses[OWN]) == pytest.approx(1e-3 * np.sum(kernel**2))
+
     further = without.weights[0].numpy() - with_loss.weights[0].numpy()
     np.testing.assert_allclose(further, np.float32(0.05) * 2e-3 * kernel, rtol=1e-6)
 
@@ -294,6 +308,7 @@ def test_a_step_of_cifarnet_is_that_of_earlier_versions(towers):
     ]
     known = [2.289426093184582, 4.662751543878436, 2.2561215874566276]
     known += [172.53802811436205, 38.4008983229362]
+
     np.testing.assert_allclose(found, known, rtol=1e-9)
 
 
@@ -310,7 +325,9 @@ def test_a_step_runs_while_the_host_goes_on():
     runner = StepRunner(train_step)
     inputs = [StepInput(step, tf.constant(step), {}, 24) for step in range(3)]
     runner.trace(inputs[0])
+
     assert runner.start(inputs[0], keep_gradients=False) == []
+
     allowed.set()
     assert [(finished.step, finished.metrics.loss) for finished in runner.finish()] == [(1, 1.0)]
     assert runner.is_up_to_date

@@ -72,6 +72,7 @@ def test_mixup_on_two_towers_in_micro_batches_is_that_of_one(train):
         np.testing.assert_allclose(
             parts.values("model.")[name], value, rtol=0, atol=1e-4, err_msg=name
         )
+
     np.testing.assert_allclose([m.loss for m in first], [m.loss for m in second], rtol=1e-4)
 
 
@@ -80,7 +81,8 @@ def test_the_step_trains_on_what_the_augmentation_returns(train, file, examples)
     decay.
     """
     run, _ = train(1, 0, {"augment": "mixup"})
-    batch, logits_of = run.batches.at(0), run.state.model
+    batch = run.batches.at(0)
+    logits_of = run.state.model
     images = build.make_augmentation(run.config, examples.info).augment(batch.images, batch.draws)
     mixed, labels = load_augmentation(f"{file}:mixup", 24, 10)(
         images, batch.labels, batch.draws.own
@@ -88,15 +90,17 @@ def test_the_step_trains_on_what_the_augmentation_returns(train, file, examples)
     share = np.maximum(batch.draws.own[:, 0], 1 - batch.draws.own[:, 0])
     pairs = np.arange(24).reshape(-1, 2)[:, ::-1].ravel()
     one_hot = np.eye(10)[batch.labels]
+
     np.testing.assert_allclose(
         labels, share[:, None] * one_hot + (1 - share[:, None]) * one_hot[pairs], atol=1e-6
     )
+
     expected = -(labels * tf.nn.log_softmax(logits_of(mixed))).numpy().sum(1).mean()
     correct = (logits_of(mixed).numpy().argmax(1) == labels.numpy().argmax(1)).mean()
     metrics = run.step(0)
-    assert metrics.loss == pytest.approx(expected, rel=1e-5) and metrics.accuracy == pytest.approx(
-        correct
-    )
+
+    assert metrics.loss == pytest.approx(expected, rel=1e-5)
+    assert metrics.accuracy == pytest.approx(correct)
 
 
 def test_own_loss_replaces_the_cross_entropy(train):
