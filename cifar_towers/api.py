@@ -118,7 +118,9 @@ def train_run(
             unused = tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{cluster.index}-")
             config = dataclasses.replace(config, train_dir=stack.enter_context(unused))
         directory = stack.enter_context(open_run(config))
-        if result := None if cluster else directory.stored_result(source.name):
+
+        result = None if cluster else directory.stored_result(source.name)
+        if result:
             prefix, _ = split_path(source.name)
             if prefix:  # files of the user's, which may have changed
                 dataset = sources.load(source, config.validation_examples, config.image_size)
@@ -130,6 +132,7 @@ def train_run(
                 f"{directory.path} is complete at step {result['step']}: {source.name} {score}"
             )
             return result
+
         stack.enter_context(tensorflow_imported())
         from cifar_towers import trainer
         from cifar_towers.callbacks import Callbacks

@@ -26,10 +26,12 @@ class Callbacks:
         self._callbacks = list(callbacks)
         self._run = run
         self._started: list[Any] = []  # callbacks whose `on_start` was called
-        for each in self._callbacks:
-            if not (callable(each) or any(hasattr(each, method) for method in self.METHODS)):
+        for callback in self._callbacks:
+            has_method = any(hasattr(callback, method) for method in self.METHODS)
+            if not callable(callback) and not has_method:
+                methods = ", ".join(self.METHODS)
                 raise UsageError(
-                    f"callback {each!r} cannot be called and has none of {', '.join(self.METHODS)}"
+                    f"callback {callback!r} cannot be called and has none of {methods}"
                 )
 
     def start(self) -> None:

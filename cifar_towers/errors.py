@@ -95,7 +95,8 @@ def count(number: int, noun: str) -> str:
     >>> count(1, "step"), count(1200, "step")
     ('1 step', '1,200 steps')
     """
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    plural = "" if number == 1 else "s"
+    return f"{number:,} {noun}{plural}"
 
 
 def printable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Files of a run: their names, and how a file is written whole or not at all."""
+"""Files of a run: their names, and how they are written atomically."""
 
 import contextlib
 import fcntl
@@ -56,8 +56,8 @@ def remove_run(directory: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object]) -> None:
-    """Replace a file in one step. After an error or a power loss nobody finds half of it: what was
-    there stays.
+    """Write a file atomically: after an error or a power loss the old file or the new one is there,
+    never a part.
 
     Args:
       content: what to write, or a function that writes it to a file.
@@ -110,7 +110,7 @@ class BestEffortWrites:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> bool:
+    def __exit__(self, error_type: object, error: BaseException | None, _: object) -> bool:
         if not isinstance(error, self._errors):
             return False
         if not self._warned:

@@ -145,7 +145,8 @@ def tensorflow_imported() -> Iterator[None]:
 
     if is_terminal:
         print("\033[K", end="", file=sys.stderr, flush=True)
-    if (backend := keras.backend.backend()) != "tensorflow":
+    backend = keras.backend.backend()
+    if backend != "tensorflow":
         raise UsageError(f"Keras has the backend {backend}; towers need KERAS_BACKEND=tensorflow")
     tf.get_logger().setLevel(logging.ERROR)
     logging.getLogger("absl").setLevel(logging.ERROR)  # some of its modules log here

@@ -94,7 +94,8 @@ def find_source(setting: str, name: str) -> Path | None:
     Raises:
       UsageError: there is no such file or module.
     """
-    if not (names := split_function(name)):
+    names = split_function(name)
+    if not names:
         return None
     source, _ = names
     if source.endswith(".py"):
@@ -123,13 +124,14 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
       UsageError: there is no such file, module or function; or Python has imported another version
         of a module from its folder, or another module by that name.
     """
-    path, (source, function) = find_source(setting, name), split_function(name) or ("", "")
+    path = find_source(setting, name)
+    source, function = split_function(name) or ("", "")
     if path:
         _check_imported(f"{setting}={name}", path, source)
     if path and source.endswith(".py"):
         # files of one name are different modules
         spec = importlib.util.spec_from_file_location(str(path), path)
-        assert spec and spec.loader, "a file that ends in .py has both"
+        assert spec is not None and spec.loader, "a file that ends in .py has both"
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         with _searched_first(str(path.parent)):
             spec.loader.exec_module(module)

@@ -50,8 +50,8 @@ class StopSignals:
 
         def record(number: int, frame: object) -> None:
             self.received = number
-            for each in self._numbers:
-                signal.signal(each, signal.SIG_IGN)
+            for stop_signal in self._numbers:
+                signal.signal(stop_signal, signal.SIG_IGN)
             time.sleep(REPEAT_SECONDS)
             restore()
             log.info(

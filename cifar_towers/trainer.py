@@ -25,7 +25,7 @@ from cifar_towers.errors import (
     error_line,
     listed,
 )
-from cifar_towers.evaluation.evaluator import Evaluator, make_classify_fn, score_split
+from cifar_towers.evaluation.evaluator import Classifier, Evaluator, score_split
 from cifar_towers.evaluation.score import reported_score
 from cifar_towers.hardware import describe_processor
 from cifar_towers.models.keras_models import finish_restoring
@@ -46,7 +46,7 @@ from cifar_towers.training import build
 from cifar_towers.training.diagnostics import Diagnoser, Health, StepDiagnostics
 from cifar_towers.training.hard_examples import PROXY
 from cifar_towers.training.runner import FinishedStep, StepInput, StepRunner
-from cifar_towers.training.setup import RunSetup, set_up
+from cifar_towers.training.setup import RunSetup, make_setup
 
 HOW_TO_RESUME = "the same command resumes, without --overwrite"  # how messages end
 
@@ -76,11 +76,11 @@ def train(
       RunError: the last step could not be saved, or workers end with different weights. Others: see
         `cifar_towers.errors`.
     """
-    with coordination.connect(cluster, lambda: build.setup_devices(config, cluster)) as (
+    with coordination.connect(cluster, lambda: build.make_run_devices(config, cluster)) as (
         workers,
         devices,
     ):
-        setup = set_up(config, source, devices, workers)
+        setup = make_setup(config, source, devices, workers)
         with callbacks.until_end():
             training = Training(setup, directory, signals, callbacks, timer)
             with signals.recorded(), training.opened() as step:
@@ -239,12 +239,12 @@ class Training:
     def make_evaluator(self, augmentation: Augmentation) -> Evaluator:
         """Return the evaluator of the run's splits, which classifies on the towers."""
         show_progress = functools.partial(self.logger.progress.activity, "evaluating")
-        classify = make_classify_fn(
+        classifier = Classifier(
             self.state.model, self.setup.local_towers, augmentation, self.workers, show_progress
         )
         dataset = self.setup.dataset
         return Evaluator(
-            functools.partial(score_split, classify),
+            functools.partial(score_split, classifier),
             {"validation": dataset.validation, "test": dataset.test},
             self.state.evaluation_weights(),
             self.config.evaluate_every_steps(self.length),
@@ -328,9 +328,9 @@ class Training:
                 f"init_from={source} has no weight of this model; its model is "
                 f"{metadata['recipe']['model']}"
             )
-        kind = "averaged weights" if prefix == "ema." else "weights"
+        weights = "averaged weights" if prefix == "ema." else "weights"
         also = f"; new here: {listed(new)}" if new else ""
-        self.log(f"starting with the {kind} of {source} at step {metadata['step']}{also}")
+        self.log(f"starting with the {weights} of {source} at step {metadata['step']}{also}")
 
     # A step
 
@@ -410,17 +410,19 @@ class Training:
         """Check and log the steps whose metrics have arrived."""
         self.unlogged += finished
         while self.unlogged:
-            each = self.unlogged.pop(0)  # first, so that `save_after` does not count it again
-            skipped = self.health.record(each)
+            step = self.unlogged.pop(0)  # first, so that `save_after` does not count it again
+            skipped = self.health.record(step)
             if self.health.has_diverged:
                 raise DivergedError(f"{'; '.join(skipped)}; {self.describe_latest()}; {ADVICE}")
             for line in skipped:
                 self.log(line)
-            diagnostics = self.diagnose(each) if self.logger.is_summary_step(each.step) else None
+
+            is_summarized = self.logger.is_summary_step(step.step)
+            diagnostics = self.diagnose(step) if is_summarized else None
             with self.timer.phase("report"):
-                record = self.logger.log_step(each, diagnostics, self.health.skipped_steps)
+                record = self.logger.log_step(step, diagnostics, self.health.skipped_steps)
                 if record:
-                    self.callbacks.step(each.step, record)
+                    self.callbacks.step(step.step, record)
 
     def diagnose(self, finished: FinishedStep) -> StepDiagnostics:
         """Return the diagnostics of a step, with the gradient norms and cosines of all workers'
@@ -428,8 +430,8 @@ class Training:
         """
         with self.timer.phase("report" if self.diagnoser.is_compiled else "compile"):
             diagnostics = self.diagnoser.diagnose(finished)
-            ours = diagnostics.tower_gradient_norm, diagnostics.tower_gradient_cosine
-            norms, cosines = zip(*self.workers.gather(ours), strict=True)
+            norms = self.workers.gather(diagnostics.tower_gradient_norm)
+            cosines = self.workers.gather(diagnostics.tower_gradient_cosine)
         return diagnostics._replace(
             tower_gradient_norm=np.concatenate(norms), tower_gradient_cosine=np.concatenate(cosines)
         )

@@ -271,8 +271,8 @@ def training_rate(flags: Sequence[str]) -> float:
         run([*TRAIN_COMMAND, *flags, f"--train_dir={train_dir}"])
         lines = Path(train_dir, files.METRICS).read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    _, *rates = [record["images_per_sec"] for record in records if record["kind"] == "train"]
-    return statistics.median(rates)
+    rates = [record["images_per_sec"] for record in records if record["kind"] == "train"]
+    return statistics.median(rates[1:])  # the first step has no rate
 
 
 def peer_rate(framework: str, net: str, precision: str, on_gpus: bool) -> float:

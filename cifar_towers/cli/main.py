@@ -99,7 +99,8 @@ def train(config: TrainConfig) -> None:
     """
     if config.seeds:
         return train_seeds(config)
-    if cluster := resolve_cluster(config, os.environ):
+    cluster = resolve_cluster(config, os.environ)
+    if cluster:
         if cluster.index:
             # the chief logs for all workers
             logging.getLogger("cifar_towers").setLevel(logging.WARNING)

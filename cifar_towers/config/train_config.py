@@ -86,7 +86,7 @@ class DeviceSettings(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class TowerSettings(DeviceSettings):
-    """How the towers of a training share its work."""
+    """Settings of the towers: how they share the work of a training."""
 
     num_gpus: int = setting(
         0,
@@ -135,7 +135,7 @@ class TowerSettings(DeviceSettings):
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings(Settings):
-    """Which run is trained, for how long, and where it is written."""
+    """Settings of a run: its recipe, its length and its directory."""
 
     title = "Run"
 
@@ -183,7 +183,7 @@ class RunSettings(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings(Settings):
-    """The images, and how many of them a step takes."""
+    """Settings of the images, and the number of them that a step takes."""
 
     title = "Data"
 
@@ -227,7 +227,7 @@ class DataSettings(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class AugmentationSettings(Settings):
-    """How training images are changed, and all images normalized."""
+    """Settings of the augmentation of training images, and of every image's normalization."""
 
     title = "Data"
 
@@ -266,7 +266,7 @@ class AugmentationSettings(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings(Settings):
-    """The net."""
+    """Settings of the net."""
 
     title = "Model"
 
@@ -284,7 +284,7 @@ class ModelSettings(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSettings(Settings):
-    """The loss, and the update of the weights and their averages."""
+    """Settings of the loss, and of the update of the weights and their averages."""
 
     title = "Optimizer"
 
@@ -337,7 +337,7 @@ class OptimizerSettings(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class ReportSettings(Settings):
-    """How often a run is evaluated, recorded and saved."""
+    """Settings of a run's reports: how often it is evaluated, recorded and saved."""
 
     title = "Reporting"
 
@@ -447,7 +447,8 @@ class TrainConfig(  # dataclasses puts the fields of the last base first
 
     def check_shares(self, num_towers: int) -> None:
         """Check that this many towers, and their micro-batches, can share a batch."""
-        if uneven := self.describe_uneven_shares(num_towers):
+        uneven = self.describe_uneven_shares(num_towers)
+        if uneven:
             raise UsageError(uneven)
 
     def default_num_towers(self, num_devices: int) -> int:
@@ -464,10 +465,11 @@ class TrainConfig(  # dataclasses puts the fields of the last base first
         shares = num_towers * self.micro_batches
         parts = f" in {self.micro_batches} micro-batches each" if self.micro_batches > 1 else ""
         for name in ("batch_size", "hard_example_pool"):
-            if (size := getattr(self, name)) % shares:
-                nearest = " and ".join(
-                    str(near) for near in (size - size % shares, size + -size % shares) if near
-                )
+            size = getattr(self, name)
+            if size % shares:
+                smaller = size // shares * shares
+                larger = smaller + shares
+                nearest = f"{smaller} and {larger}" if smaller else f"{larger}"
                 sharers = count(num_towers, "tower") + parts
                 return f"{name}={size} cannot be shared by {sharers}; {nearest} can"
         return ""

@@ -7,6 +7,7 @@ Source of the images: A. Krizhevsky, "Learning Multiple Layers of Features from 
 """
 
 import hashlib
+import itertools
 import logging
 import os
 import pickle
@@ -179,10 +180,12 @@ def _find_copies(data_dir: str) -> list[Path]:
         Path(os.environ.get("KERAS_HOME") or "~/.keras").expanduser()
         / "datasets/cifar-10-batches-py-target"
     )
-    places = [tfds_directory(data_dir), *([] if data_dir else [keras, Path("data")])]
-    return [
-        place / name for place in places for name in (FOLDER, ARCHIVE) if (place / name).exists()
-    ]
+    places = [tfds_directory(data_dir)]
+    if not data_dir:
+        places += [keras, Path("data")]
+
+    copies = [place / name for place, name in itertools.product(places, (FOLDER, ARCHIVE))]
+    return [copy for copy in copies if copy.exists()]
 
 
 def _read_copy(copy: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -198,18 +201,23 @@ def _read_copy(copy: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
         with tarfile.open(copy) as archive:
             for member in archive:
                 batch = PurePath(member.name).name
-                if batch in BATCHES[name] and (file := archive.extractfile(member)):
+                file = archive.extractfile(member) if batch in BATCHES[name] else None
+                if file:
                     contents[batch] = file.read()
-    batches = []
+
+    labels = []
+    pixels = []
     for batch, md5 in BATCHES[name].items():
         if hashlib.md5(contents.get(batch, b"")).hexdigest() != md5:
             raise ValueError(f"{batch} is missing or not the published file")
         # a pickle that is known executes nothing
         values = pickle.loads(contents[batch], encoding="bytes")
-        batches.append((np.array(values[b"labels"]), values[b"data"]))
-    labels, pixels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
-    order = stored_order(name, len(labels))
-    return pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)[order], labels[order]
+        labels.append(np.array(values[b"labels"]))
+        pixels.append(values[b"data"])
+
+    images = np.concatenate(pixels).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    order = stored_order(name, len(images))
+    return images[order], np.concatenate(labels)[order]
 
 
 def stored_order(name: str, count: int) -> list[int]:

@@ -3,6 +3,7 @@ of arrays (.npz).
 """
 
 import csv
+import functools
 import hashlib
 import logging
 import os
@@ -68,11 +69,11 @@ def locate(prefix: str, root: Path) -> Callable[[int, Sequence[str]], dict[str, 
     fifth of each class becomes the test split.
 
     Args:
-      prefix: kind of the data set, a key of `SCANS`.
+      prefix: the layout of the data, a key of `SCANS`.
 
     Returns:
-      A function (image size, names of splits) -> those of the splits that exist. Mean and deviation
-      are those of the first, train if it is read.
+      A function (image size, names of splits) -> the named splits that exist. Their mean and
+      deviation are computed from the first of them, which is train if train is read.
 
     Raises:
       DataError: the data cannot be read or have another layout, a split is empty, or a class has no
@@ -81,38 +82,53 @@ def locate(prefix: str, root: Path) -> Callable[[int, Sequence[str]], dict[str, 
     try:
         class_names, scanned = SCANS[prefix](root)
         splits = {name: _sort(*scanned[name], root) for name in SPLITS if name in scanned}
-        if empty := [name for name, (items, _) in splits.items() if not len(items)]:
-            raise ValueError(f"{empty[0]} has no images")
+        for name, (items, _) in splits.items():
+            if not len(items):
+                raise ValueError(f"{name} has no images")
+        if "train" in splits and "test" not in splits:
+            _log(f"{prefix}{root}: there is no test split, so a fifth of each class is one")
+            splits["train"], splits["test"] = _hold_out(*splits["train"])
         if "train" in splits:
-            if "test" not in splits:
-                log.info(
-                    "%s",
-                    printable(
-                        f"{prefix}{root}: there is no test split, so a fifth of each class is one"
-                    ),
-                )
-                splits["train"], splits["test"] = _hold_out(*splits["train"])
-            counts = np.bincount(splits["train"][1], minlength=len(class_names))
-            if missing := [
-                name for name, count in zip(class_names, counts, strict=True) if not count
-            ]:
-                raise ValueError(f"there are no images of {listed(missing)} to train on")
+            _check_every_class_is_trained(class_names, splits["train"])
     except (OSError, ValueError, csv.Error) as error:
         raise DataError(f"dataset={prefix}{root}: {error}") from error
+    return functools.partial(_read_splits, class_names, splits)
 
-    def read(image_size: int, names: Sequence[str]) -> dict[str, Split]:
-        found = {name: split for name, split in splits.items() if name in names}
-        images = {name: _read(items, image_size) for name, (items, _) in found.items()}
-        if not found:
-            return {}
-        info = DatasetInfo(class_names, image_size, *moments(next(iter(images.values()))))
-        read_splits = {}
-        for name, (items, labels) in found.items():
-            item_names = np.array([_name(item) for item in items])
-            read_splits[name] = Split(images[name], labels, info, item_names)
-        return read_splits
 
-    return read
+def _check_every_class_is_trained(class_names: tuple[str, ...], train: Examples) -> None:
+    """Raise ValueError if a class has no training images."""
+    _, labels = train
+    counts = np.bincount(labels, minlength=len(class_names))
+    missing = [class_names[label] for label in np.flatnonzero(counts == 0)]
+    if missing:
+        raise ValueError(f"there are no images of {listed(missing)} to train on")
+
+
+def _read_splits(
+    class_names: tuple[str, ...],
+    splits: Mapping[str, Examples],
+    image_size: int,
+    names: Sequence[str],
+) -> dict[str, Split]:
+    """Return the named splits that exist, in images of this size."""
+    found = {name: split for name, split in splits.items() if name in names}
+    if not found:
+        return {}
+
+    images = {name: _read(items, image_size) for name, (items, _) in found.items()}
+    first = next(iter(images.values()))
+    info = DatasetInfo(class_names, image_size, *moments(first))
+
+    read_splits = {}
+    for name, (items, labels) in found.items():
+        item_names = np.array([_name(item) for item in items])
+        read_splits[name] = Split(images[name], labels, info, item_names)
+    return read_splits
+
+
+def _log(line: str) -> None:
+    """Log a line that holds names of the user's."""
+    log.info("%s", printable(line))
 
 
 def _sort(items: Sequence[Any], labels: np.ndarray, root: Path) -> Examples:
@@ -165,17 +181,20 @@ def _scan_folder(root: Path) -> Scanned:
     """
     folders, others = _list_entries(root)
     split_folders = {folder.name: folder for folder in folders if folder.name in SPLITS}
-    if split_folders and (
-        beside := [folder.name for folder in folders if folder.name not in SPLITS]
-    ):
+    beside = [folder.name for folder in folders if folder.name not in SPLITS]
+    if split_folders and beside:
         raise ValueError(f"{listed(beside)} is beside the folder of a split; {LAYOUT}")
+    if not split_folders:
+        split_folders = {"train": root}
+
     files: dict[str, dict[Path, str]] = {}
     classes: dict[str, list[str]] = {}
     left_out = {*others}
-    for split, split_folder in (split_folders or {"train": root}).items():
+    for split, split_folder in split_folders.items():
         class_folders, others = _list_entries(split_folder)
         left_out |= {*others}
-        classes[split], files[split] = [folder.name for folder in class_folders], {}
+        classes[split] = [folder.name for folder in class_folders]
+        files[split] = {}
         for folder in class_folders:
             deeper, entries = _list_entries(folder)
             if deeper:
@@ -183,10 +202,10 @@ def _scan_folder(root: Path) -> Scanned:
             pictures = [path for path in entries if image_files.is_picture(path)]
             left_out |= {*entries}.difference(pictures)
             files[split] |= dict.fromkeys(pictures, folder.name)
+
     if left_out:
         why = "hidden, of another type, or in no folder of a class"
-        line = f"folder:{root}: {len(left_out)} left out: {why}"
-        log.info("%s", printable(line))
+        _log(f"folder:{root}: {len(left_out)} left out: {why}")
     return _number_classes(files, classes)
 
 
@@ -195,7 +214,10 @@ def _list_entries(folder: Path) -> tuple[list[Path], list[Path]]:
     folders: list[Path] = []
     others: list[Path] = []
     for path in sorted(folder.iterdir()):
-        (folders if path.is_dir() and not path.name.startswith(".") else others).append(path)
+        if path.is_dir() and not path.name.startswith("."):
+            folders.append(path)
+        else:
+            others.append(path)
     return folders, others
 
 
@@ -213,13 +235,16 @@ def _scan_table(table: Path) -> Scanned:
             cells = {name: (row[name] or "").strip() for name in columns}
             path = table.parent / cells["file"]
             split = cells.get("split", "train")
-            is_listed = any(path in of_split for of_split in files.values())
+
+            is_listed = any(path in split_files for split_files in files.values())
             has_break = any("\n" in cell for cell in cells.values())  # a quote that was not closed
             is_complete = None not in row and all(cells.values()) and not has_break
             if not is_complete or split not in SPLITS or is_listed:
                 raise ValueError(f"line {rows.line_num} is {','.join(cells.values())}; {ROWS}")
             files.setdefault(split, {})[path] = cells["label"]
-    return _number_classes(files, {split: {*labels.values()} for split, labels in files.items()})
+
+    classes = {split: {*labels.values()} for split, labels in files.items()}
+    return _number_classes(files, classes)
 
 
 def _number_classes(
@@ -232,7 +257,7 @@ def _number_classes(
       files: split -> file -> name of its class.
       classes: split -> names of its classes, also of those without files.
     """
-    known = classes.get("train") or {name for names in classes.values() for name in names}
+    known = classes.get("train") or set().union(*classes.values())
     class_names = tuple(sorted({_composed(name) for name in known}))
     for split, names in classes.items():
         unknown = sorted({_composed(name) for name in names}.difference(class_names))
@@ -270,14 +295,18 @@ def _scan_arrays(path: Path) -> Scanned:
                 arrays = {name: saved[name] for name in saved.files}
         except (zipfile.BadZipFile, zlib.error, EOFError) as error:
             raise ValueError(f"it is damaged ({error_text(error)})") from error
+
     names = arrays.pop("class_names", None)
     present = [split for split in SPLITS if f"x_{split}" in arrays]
-    if not present or {*arrays} != {f"{kind}_{split}" for kind in "xy" for split in present}:
+    wanted = [f"x_{split}" for split in present] + [f"y_{split}" for split in present]
+    if not present or {*arrays} != {*wanted}:
         raise ValueError(f"its arrays are {listed([*arrays], 10)}; {ARRAYS}")
+
     splits: dict[str, Examples] = {}
     for split in present:
         images = arrays[f"x_{split}"]
         labels = arrays[f"y_{split}"]
+
         is_square = (
             images.ndim in (3, 4)
             and images.shape[1] == images.shape[2]
@@ -289,13 +318,16 @@ def _scan_arrays(path: Path) -> Scanned:
             )
         if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
             raise ValueError(f"y_{split} is {labels.dtype} {labels.shape}; {LABELS}")
+
         names = np.arange(int(labels.max()) + 1) if names is None else names
         if labels.min() < 0 or labels.max() >= len(names):
             raise ValueError(
                 f"y_{split} is {labels.min()} to {labels.max()}, of {len(names)} classes; {LABELS}"
             )
+
         rows = [ArrayRow(index, levels) for index, levels in enumerate(images)]
         splits[split] = rows, labels.astype(np.int64)
+
     if names.dtype.kind not in "Uiu":
         raise ValueError(f"class_names is {names.dtype}; names must be text")
     if len({*names.tolist()}) < len(names):

@@ -4,6 +4,7 @@ make ten classes.
 Position, size, rotation, colors and noise are random.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,7 +13,7 @@ from cifar_towers.data.dataset import DatasetInfo, Split
 
 SHAPES = ("disc", "square", "triangle", "cross", "ring")
 TEXTURES = ("striped", "chequered")
-CLASSES = tuple(f"{texture} {shape}" for texture in TEXTURES for shape in SHAPES)
+CLASSES = tuple(f"{texture} {shape}" for texture, shape in itertools.product(TEXTURES, SHAPES))
 IMAGE_SIZE = 32
 
 
@@ -27,14 +28,8 @@ def make(count: int, seed: int, stream: int) -> Split:
     """
     random = np.random.Generator(np.random.Philox(key=[seed, stream]))
     labels = random.permutation(np.arange(count) % len(CLASSES)).astype(np.int64)
-    # center, radius, angle and frequency of a figure
-    ranges = (
-        (12, 20),
-        (12, 20),
-        (7, 11),
-        (-0.5, 0.5),
-        (7, 10),
-    )
+    # two coordinates of the center, radius, angle and frequency of a figure
+    ranges = ((12, 20), (12, 20), (7, 11), (-0.5, 0.5), (7, 10))
     figures = [random.uniform(low, high, (count, 1, 1)).astype("f4") for low, high in ranges]
     background = random.uniform(60, 195, (count, 3)).astype("f4")
     direction = np.where(background > 127, -1, 1)

@@ -64,8 +64,8 @@ def make_builder(name: str, directory: Path) -> Builder:
 
 
 def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> dict[str, Split]:
-    """Return those of train and test that are wanted and exist, each image's central square resized
-    to `image_size`.
+    """Return the wanted splits that exist, of train and test. Each image is its central square,
+    resized to `image_size`.
 
     The test split is `test`; `validation`, if there is no test; otherwise a fifth of each class of
     `train`, the same in every run.
@@ -76,10 +76,8 @@ def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> 
     tfds = import_tfds()
     builder = make_builder(name, directory)
     try:
-        image, label = (
-            _find_feature(builder.info, kind)
-            for kind in (tfds.features.Image, tfds.features.ClassLabel)
-        )
+        image = _find_feature(builder.info, tfds.features.Image)
+        label = _find_feature(builder.info, tfds.features.ClassLabel)
         if not builder.is_prepared():
             log.info("preparing %s in %s", name, directory)
             builder.download_and_prepare()
@@ -98,20 +96,20 @@ def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> 
     if names.get("test", "test") != "test":
         log.info("dataset=%s: its %s is used as the test split", name, names["test"])
     if splits:
-        class_names = (
-            CLASSES if builder.name in UNNAMED else tuple(builder.info.features[label].names)
-        )
+        class_names = tuple(builder.info.features[label].names)
+        if builder.name in UNNAMED:
+            class_names = CLASSES
         info = DatasetInfo(class_names, image_size, *moments(next(iter(splits.values())).images))
         splits = {part: dataclasses.replace(split, info=info) for part, split in splits.items()}
     return splits
 
 
-def _find_feature(info: Any, kind: type) -> str:
-    """Return the name of the supervised feature of this kind, or else of the only feature of this
-    kind.
-    """
-    names = [name for name, feature in info.features.items() if isinstance(feature, kind)]
-    names = [name for name in info.supervised_keys or () if name in names] or names
+def _find_feature(info: Any, feature_class: type) -> str:
+    """Return the name of the supervised feature of this class, or else of the only such feature."""
+    names = [name for name, feature in info.features.items() if isinstance(feature, feature_class)]
+    supervised = [name for name in info.supervised_keys or () if name in names]
+    if supervised:
+        names = supervised
     if len(names) != 1:
         raise DataError(
             "images with one class each are needed, and its features are "

@@ -20,7 +20,6 @@ from cifar_towers.towers.placement import HOST
 MAX_BATCH_PIXELS = 500 * 32 * 32
 
 Values = Sequence[Any]  # of variables: tensors, arrays or the variables
-ClassifyFn = Callable[..., np.ndarray]  # see `make_classify_fn`
 
 
 @dataclasses.dataclass
@@ -29,10 +28,10 @@ class Evaluator:
 
     Before the end of the run, the first split is scored with the weights that the run reports,
     without test-time augmentation (TTA). At the end every split is scored with all sets of weights.
-    With `tta`, a second score of the reported set is with TTA.
+    With `tta`, the same pass gives a second score of the reported set, with TTA.
     """
 
-    evaluate: Callable[..., Score]  # `score_split` with its first argument
+    evaluate: Callable[..., dict[bool, Score]]  # `score_split` with its first argument
     splits: Mapping[str, Split]  # in the order of the reports
     # name -> (weights, non-trainable values); the run reports the last
     weight_sets: Mapping[str, tuple]
@@ -51,103 +50,108 @@ class Evaluator:
         """Score the first split, or all splits and sets of weights if `final`."""
         splits = list(self.splits.items())
         weight_sets = list(self.weight_sets.items())
-        reported = weight_sets[-1]
-
-        if final:
-            passes = [(*weight_set, False) for weight_set in weight_sets]
-            if self.tta:
-                passes.append((*reported, True))
-        else:
+        reported_set, _ = weight_sets[-1]
+        if not final:
             splits = splits[:1]
-            passes = [(*reported, False)]
+            weight_sets = weight_sets[-1:]
 
         evaluations = []
         for name, split in splits:
-            for set_name, values, tta in passes:
-                score = self.evaluate(split, *values, tta)
-                evaluations.append(Evaluation(name, set_name, tta, score))
+            for set_name, values in weight_sets:
+                tta = final and self.tta and set_name == reported_set
+                for with_tta, score in self.evaluate(split, *values, tta).items():
+                    evaluations.append(Evaluation(name, set_name, with_tta, score))
         return evaluations
 
 
 def score_split(
-    classify: ClassifyFn, split: Split, weights: Values, non_trainable: Values, tta: bool = False
-) -> Score:
-    """Score a split in one pass of `classify`."""
-    return Score(split.labels, classify(split.images, weights, non_trainable, tta))
+    classifier: "Classifier", split: Split, weights: Values, non_trainable: Values, tta: bool
+) -> dict[bool, Score]:
+    """Score a split in one pass; return the scores as `Classifier.logits` returns the logits."""
+    logits = classifier.logits(split.images, weights, non_trainable, tta)
+    return {with_tta: Score(split.labels, found) for with_tta, found in logits.items()}
 
 
-def make_classify_fn(
-    model: keras.Model,
-    towers: Sequence[Tower],
-    augmentation: Augmentation,
-    workers: Workers = ALONE,
-    on_progress: Callable[[float], None] | None = None,
-) -> ClassifyFn:
-    """Return a function that classifies any number of images on the towers.
-
-    The function is (images, weights, non_trainable, tta) -> logits. The images are [n, S, S, 3]
-    levels, the logits [n, C]; with `tta` they are weighted means over the views of
-    test-time augmentation. Weights and non_trainable are the model's variables or averages of them.
+class Classifier:
+    """Classifies any number of images on the towers.
 
     Args:
-      workers: they call the function together; each classifies its share of the images and returns
-        all logits.
+      workers: they classify together: each its share of the images, and all return all logits.
       on_progress: called before each batch with the fraction that is done.
     """
 
-    def on_tower(
-        tta: bool, weights: Values, non_trainable: Values, tower: Tower, shard: list
-    ) -> tf.Tensor:
-        images = augmentation.evaluate(shard[0])
-        weighted_views = tta_views(images) if tta else [(1.0, images)]
-        views = [view for _, view in weighted_views]
+    def __init__(
+        self,
+        model: keras.Model,
+        towers: Sequence[Tower],
+        augmentation: Augmentation,
+        workers: Workers = ALONE,
+        on_progress: Callable[[float], None] | None = None,
+    ):
+        self._model = model
+        self._towers = towers
+        self._augmentation = augmentation
+        self._workers = workers
+        self._on_progress = on_progress
+        self._traced_batch = tf.function(self._classify_batch, autograph=False)
 
-        def classify_view(view: tf.Tensor) -> tf.Tensor:
-            return tf.cast(
-                model.stateless_call(weights, non_trainable, view, training=False)[0], tf.float32
-            )
+    def logits(
+        self, images: np.ndarray, weights: Values, non_trainable: Values, tta: bool = False
+    ) -> dict[bool, np.ndarray]:
+        """Return the logits [n, C] of images [n, S, S, 3] of levels, without test-time augmentation
+        as False; with `tta` also the weighted means over its views, as True.
 
-        # A loop: the net is traced and optimized once, not once for each view.
-        logits = tf.map_fn(classify_view, tf.stack(views), fn_output_signature=tf.float32)
-        return sum(weight * logits[index] for index, (weight, _) in enumerate(weighted_views))
-
-    @tf.function(autograph=False)
-    def on_towers(
-        images: tf.Tensor, weights: Values, non_trainable: Values, tta: bool
-    ) -> tf.Tensor:
-        shards = split_batch([images], towers)
-        logits = run_on_towers(
-            functools.partial(on_tower, tta, weights, non_trainable), towers, shards
-        )
-        return tf.concat(logits, 0)
-
-    def classify(
-        images: np.ndarray, weights: Values, non_trainable: Values, tta: bool = False
-    ) -> np.ndarray:
+        Weights and non_trainable are the model's variables or averages of them.
+        """
         # `tf.function` confuses mirrored variables of one shape, so it gets their values
         weights = [tf.convert_to_tensor(value) for value in weights]
         non_trainable = [tf.convert_to_tensor(value) for value in non_trainable]
 
-        num_shares = 1  # every worker classifies all
-        if len(images) >= workers.size:
-            num_shares = workers.size
-        index = workers.index % num_shares
+        # with fewer images than workers, every worker classifies all
+        num_shares = self._workers.size if len(images) >= self._workers.size else 1
+        index = self._workers.index % num_shares
         start_of_share = len(images) * index // num_shares
         end_of_share = len(images) * (index + 1) // num_shares
         share = images[start_of_share:end_of_share]
 
-        parts = []
-        for start, batch in _even_batches(share, len(towers)):
-            if on_progress:
-                on_progress(start / len(share))
-            parts.append(on_towers(batch, weights, non_trainable, tta))
+        batches = []
+        for start, batch in _even_batches(share, len(self._towers)):
+            if self._on_progress:
+                self._on_progress(start / len(share))
+            batches.append(self._traced_batch(batch, weights, non_trainable, tta).numpy())
 
-        logits = np.concatenate(parts)[: len(share)]
-        if workers.size > 1:
-            logits = np.concatenate(workers.gather(logits)[:num_shares])
-        return logits
+        logits = np.concatenate(batches, 1)[:, : len(share)]
+        if self._workers.size > 1:
+            logits = np.concatenate(self._workers.gather(logits)[:num_shares], 1)
+        return {False: logits[0], True: logits[1]} if tta else {False: logits[0]}
 
-    return classify
+    def _classify_batch(
+        self, images: tf.Tensor, weights: Values, non_trainable: Values, tta: bool
+    ) -> tf.Tensor:
+        """Return the logits of a batch, [1, B, C]; with `tta` [2, B, C]."""
+        shards = split_batch(images, self._towers)
+        on_tower = functools.partial(self._classify_shard, weights, non_trainable, tta)
+        return tf.concat(run_on_towers(on_tower, self._towers, shards), 1)
+
+    def _classify_shard(
+        self, weights: Values, non_trainable: Values, tta: bool, tower: Tower, shard: tf.Tensor
+    ) -> tf.Tensor:
+        """Return the logits of a tower's shard, as `_classify_batch` those of the batch."""
+
+        def classify_view(view: tf.Tensor) -> tf.Tensor:
+            logits, _ = self._model.stateless_call(weights, non_trainable, view, training=False)
+            return tf.cast(logits, tf.float32)
+
+        images = self._augmentation.evaluate(shard)
+        weighted_views = tta_views(images) if tta else [(1.0, images)]
+        views = tf.stack([view for _, view in weighted_views])
+        # a loop: the net is traced and optimized once, not once for each view
+        logits = tf.map_fn(classify_view, views, fn_output_signature=tf.float32)
+        if not tta:
+            return logits
+
+        mean = sum(weight * logits[index] for index, (weight, _) in enumerate(weighted_views))
+        return tf.stack([logits[0], mean])  # the first view is the images
 
 
 def _even_batches(images: np.ndarray, num_towers: int) -> Iterator[tuple[int, tf.Tensor]]:

@@ -139,5 +139,5 @@ def describe_tta(tta: bool) -> str:
 def describe_score(record: Mapping[str, Any]) -> str:
     """Return a score as `test 93.21 % (ema weights, with TTA, 10,000 images)`."""
     images = count(record["count"], "image")
-    kind = f"{record['weights']} weights, {describe_tta(record['tta'])}, {images}"
-    return f"{record['split']} {100 * record['accuracy']:.2f} % ({kind})"
+    details = f"{record['weights']} weights, {describe_tta(record['tta'])}, {images}"
+    return f"{record['split']} {100 * record['accuracy']:.2f} % ({details})"

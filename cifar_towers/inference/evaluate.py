@@ -67,7 +67,8 @@ def _number_labels(split: Split, trained: TrainedModel) -> Split:
     """
     known = trained.info.class_names
     classes = split.info.class_names
-    if unknown := [name for name in classes if name not in known]:
+    unknown = [name for name in classes if name not in known]
+    if unknown:
         raise DataError(
             f"{trained.run.directory} was trained on {listed(known)}, and the data have "
             f"{listed(unknown)}"
@@ -102,14 +103,10 @@ def _class_rows(record: dict[str, Any]) -> list[list[str]]:
     rows = [["class", "accuracy", "examples", "most often taken for"]]
     for index, (name, accuracy) in enumerate(record["per_class"].items()):
         row = np.array(record["confusion"][index])
-        total, row[index] = row.sum(), 0
+        total = row.sum()
+        percent = f"{100 * accuracy:.2f} %" if total else "-"
+
+        row[index] = 0
         taken_for = f"{class_names[row.argmax()]} ({row.max()})" if row.any() else "-"
-        rows.append(
-            [
-                printable(name),
-                f"{100 * accuracy:.2f} %" if total else "-",
-                f"{total:,}",
-                printable(taken_for),
-            ]
-        )
+        rows.append([printable(name), percent, f"{total:,}", printable(taken_for)])
     return rows

@@ -41,11 +41,10 @@ def export_model(config: ExportConfig) -> None:
       UsageError: there is no such run, or `out` exists. DataError: there are no data to check on.
       RunError: the exported model does not agree with the checkpoint.
     """
-    out = (
-        Path(config.out)
-        if config.out
-        else load_run(config.train_dir).directory / "export" / config.format
-    )
+    if config.out:
+        out = Path(config.out)
+    else:
+        out = load_run(config.train_dir).directory / "export" / config.format
     if out.exists():
         raise UsageError(f"{out} exists; move it away, or give another --out")
     missing = [name for name in NEEDED.get(config.format, ()) if not find_spec(name)]
@@ -54,11 +53,10 @@ def export_model(config: ExportConfig) -> None:
             f"format={config.format} needs {missing[0]}: pip install 'cifar-towers[export]'"
         )
     trained = TrainedModel(config)
-    source = (
-        sources.find(config.dataset or trained.metadata["dataset"], config.data_dir)
-        if config.check
-        else None
-    )
+    source = None
+    if config.check:
+        source = sources.find(config.dataset or trained.metadata["dataset"], config.data_dir)
+
     out.parent.mkdir(parents=True, exist_ok=True)
     with _exact(), tempfile.TemporaryDirectory(dir=out.parent) as temporary:
         directory = Path(temporary) / "export"
@@ -69,9 +67,8 @@ def export_model(config: ExportConfig) -> None:
         (directory / CLASSES).write_text("".join(f"{name}\n" for name in trained.info.class_names))
         checked = "not checked"
         if source:
-            images = sources.load_split(source, "test", trained.info.image_size).images[
-                : config.check
-            ]
+            test = sources.load_split(source, "test", trained.info.image_size)
+            images = test.images[: config.check]
             read = make_reader(path)
             starts = range(0, len(images), BATCH_SIZE)
             found = np.concatenate([read(images[start : start + BATCH_SIZE]) for start in starts])
@@ -114,8 +111,10 @@ def make_portable_model(trained: TrainedModel) -> keras.Model:
     size = trained.info.image_size
     images = keras.Input((size, size, 3), dtype="uint8", name="images")
     x = keras.ops.cast(images, "float32")
-    if crop := augmentation.settings.crop:
-        sides = (size - crop) // 2, size - crop - (size - crop) // 2  # as `Augmentation.evaluate`
+    crop = augmentation.settings.crop
+    if crop:  # the center, as `Augmentation.evaluate`
+        before = (size - crop) // 2
+        sides = (before, size - crop - before)
         x = keras.layers.Cropping2D((sides, sides), dtype="float32", name="crop")(x)
     if augmentation.settings.standardize == "dataset":
         x = (x - np.array(augmentation.mean, "f4")) / np.array(augmentation.std, "f4")
@@ -169,8 +168,9 @@ def _same_layer(layer: keras.layers.Layer) -> LayerAndWeights:
     settings = layer.get_config()
     settings |= {name: "zeros" for name in settings if name.endswith("_initializer")}
     settings.pop("even_output", None)  # the pooling behind it discards the rest
-    kind = keras.layers.Conv2D if isinstance(layer, (Conv2D, Whitening)) else type(layer)
-    return kind.from_config(settings), layer.get_weights()
+    is_convolution = isinstance(layer, (Conv2D, Whitening))
+    layer_class = keras.layers.Conv2D if is_convolution else type(layer)
+    return layer_class.from_config(settings), layer.get_weights()
 
 
 def _batch_norm(layer: BatchNorm) -> LayerAndWeights:

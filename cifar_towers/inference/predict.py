@@ -15,7 +15,7 @@ from cifar_towers.config.train_config import is_code_unchanged
 from cifar_towers.data import image_files
 from cifar_towers.data.dataset import DatasetInfo
 from cifar_towers.errors import DataError, UsageError, listed, printable
-from cifar_towers.evaluation.evaluator import make_classify_fn
+from cifar_towers.evaluation.evaluator import Classifier
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import to_json
 from cifar_towers.hardware import choose_precision
@@ -76,7 +76,7 @@ class TrainedModel:
         values, self.metadata = read_checkpoint(checkpoint)
         self.info = DatasetInfo.from_json(self.metadata["dataset_info"])
         self.augmentation = build.make_augmentation(self.config, self.info)
-        towers = build.setup_towers(config)  # before anything else that uses TensorFlow
+        towers = build.make_local_towers(config)  # before anything else that uses TensorFlow
         self.precision = "float32"
         if isinstance(config, ComputeConfig):
             trained_in = self.metadata["facts"]["precision"]
@@ -96,7 +96,7 @@ class TrainedModel:
                 self.run.directory,
                 self.config.model,
             )
-        self._classify = make_classify_fn(self.model, towers, self.augmentation)
+        self._classifier = Classifier(self.model, towers, self.augmentation)
 
     def logits(self, images: np.ndarray, tta: bool = False) -> np.ndarray:
         """Compute the logits [n, C] of uint8 images [n, S, S, 3], with `tta` the means over the
@@ -105,7 +105,7 @@ class TrainedModel:
         Raises:
           DataError: a logit is not finite, so that the class would mean nothing.
         """
-        logits = self._classify(images, *variable_values(self.model), tta)
+        logits = self._classifier.logits(images, *variable_values(self.model), tta)[tta]
         if not np.isfinite(logits).all():
             raise DataError(f"{self.run.directory} gives some images logits that are not finite")
         return logits

@@ -5,8 +5,10 @@ Runs that differ in their seed alone are one group: a mean in a table, and a cur
 """
 
 import base64
+import functools
+import operator
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -22,6 +24,7 @@ from cifar_towers.runs.table import Group, compare_groups, flatten, group_by_rec
 
 Row = Mapping[str, str]  # cells of a table by heading; both may have a second line
 Picture = tuple[str, bytes]  # description, PNG file
+Curve = tuple[np.ndarray, ...]  # x and y [n]; perhaps the lower and upper edge of a band [n]
 
 SHOWN_ELSEWHERE = {"command", "towers", "class_names"}
 CURVES = (  # of training records: title, key, factor for the unit
@@ -36,39 +39,60 @@ MAX_CURVES = 8  # that can be distinguished in one picture
 def render(runs: Sequence[Run]) -> str:
     """Return the HTML of the report, which loads nothing; all texts are escaped."""
     groups = group_by_recipe(runs)
-    scores = list(dict.fromkeys(name for run in runs for name in run.scores))
-    properties = {
-        run.name: flatten(run.config) | flatten(run.environment, SHOWN_ELSEWHERE) for run in runs
-    }
-    keys = dict.fromkeys(key for values in properties.values() for key in values)
-    settings = {
-        key: {name: str(values.get(key, "-")) for name, values in properties.items()}
-        for key in keys
-    }
-    differing = {key for key, cells in settings.items() if len({*cells.values()}) > 1}
-    options = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    loader = jinja2.PackageLoader("cifar_towers.inference", ".")
-    environment = jinja2.Environment(loader=loader, autoescape=True, **options)
-    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
-    return environment.get_template("report.html.jinja").render(
+    repeated = [group for group in groups if len(group.runs) > 1 and group.finished]
+    score_names: dict[str, None] = {}  # a set that keeps the order
+    for run in runs:
+        score_names |= dict.fromkeys(run.scores)
+    commands = [shlex.join(run.environment.get("command", [])) for run in runs]
+    differing, shared = _settings_rows(runs)
+
+    return _template().render(
         title="; ".join(f"{group.name} ({group.describe_seeds()})" for group in groups),
-        results=[_result_row(run, scores) for run in runs],
-        means=[
-            _mean_row(group, scores) for group in groups if len(group.runs) > 1 and group.finished
-        ],
+        results=[_result_row(run, list(score_names)) for run in runs],
+        means=[_mean_row(group, list(score_names)) for group in repeated],
         differences=compare_groups(groups),
         curves=curves(groups),
         errors=errors(runs),
-        differing=[{"setting": key} | settings[key] for key in settings if key in differing],
-        shared=[
-            {"setting": k, "value": next(iter(v.values()))}
-            for k, v in settings.items()
-            if k not in differing
-        ],
-        commands=list(
-            dict.fromkeys(shlex.join(run.environment.get("command", [])) for run in runs)
-        ),
+        differing=differing,
+        shared=shared,
+        commands=list(dict.fromkeys(commands)),
     )
+
+
+def _template() -> jinja2.Template:
+    """Return the page's template, which escapes every text and refuses an unknown name."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("cifar_towers.inference", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
+    return environment.get_template("report.html.jinja")
+
+
+def _settings_rows(runs: Sequence[Run]) -> tuple[list[Row], list[Row]]:
+    """Return a row for each setting in which runs differ, with a column per run, and a row for each
+    setting that they share. Facts about the machine count as settings.
+    """
+    settings_of = {}
+    keys: dict[str, None] = {}
+    for run in runs:
+        settings = flatten(run.config) | flatten(run.environment, SHOWN_ELSEWHERE)
+        settings_of[run.name] = settings
+        keys |= dict.fromkeys(settings)
+
+    differing: list[Row] = []
+    shared: list[Row] = []
+    for key in keys:
+        cells = {name: str(settings.get(key, "-")) for name, settings in settings_of.items()}
+        values = set(cells.values())
+        if len(values) > 1:
+            differing.append({"setting": key, **cells})
+        else:
+            shared.append({"setting": key, "value": values.pop()})
+    return differing, shared
 
 
 def _result_row(run: Run, scores: Sequence[str]) -> Row:
@@ -82,25 +106,26 @@ def _result_row(run: Run, scores: Sequence[str]) -> Row:
     }
     row |= {f"accuracy, %\n{name}": "-" for name in scores}
     if reported:
-        at = f" at step {reported['step']:,}" if reported.get("step", run.step) < run.step else ""
-        row["accuracy, %\nas reported"] = (
-            f"{100 * reported['accuracy']:.2f}\n{score_name(reported)}{at}"
-        )
+        is_earlier = reported.get("step", run.step) < run.step
+        at = f" at step {reported['step']:,}" if is_earlier else ""
+        accuracy = f"{100 * reported['accuracy']:.2f}"
+        row["accuracy, %\nas reported"] = f"{accuracy}\n{score_name(reported)}{at}"
     for name, score in run.scores.items():
         loss = format_number(score["loss"], ".4f")
         row[f"accuracy, %\n{name}"] = f"{100 * score['accuracy']:.2f}\nloss {loss}"
+
+    rate = result.get("images_per_sec", last.get("images_per_sec"))
+    seconds = f"{training_seconds(result['seconds']):,.1f}" if result else "-"
+    steps = f"{run.step:,}" if result else f"{run.step:,}\nunfinished"
+    skipped_steps = result.get("skipped_steps", last.get("skipped_steps"))
     return row | {
-        "images/s": format_rate(result.get("images_per_sec", last.get("images_per_sec"))),
-        "training, s\nwith input and compilation": f"{training_seconds(result['seconds']):,.1f}"
-        if result
-        else "-",
-        "steps": f"{run.step:,}" + "\nunfinished" * (not result),
+        "images/s": format_rate(rate),
+        "training, s\nwith input and compilation": seconds,
+        "steps": steps,
         "seed": str(run.config.get("seed")),
         "towers": str(len(run.environment.get("towers", []))),
         "precision": run.environment.get("precision", "-"),
-        "skipped steps": format_number(
-            result.get("skipped_steps", last.get("skipped_steps")), ",.0f"
-        ),
+        "skipped steps": format_number(skipped_steps, ",.0f"),
         "weights\nsha256": result.get("weights_sha256", "-")[:16],
     }
 
@@ -118,65 +143,87 @@ def curves(groups: Sequence[Group]) -> list[Picture]:
     """Draw the accuracies without test-time augmentation, and `CURVES`, by epoch; a group is one
     line.
     """
-    scores = [s for group in groups for run in group.runs for s in run.evaluations if not s["tta"]]
+    score_names: dict[str, None] = {}  # a set that keeps the order
+    for group in groups:
+        for run in group.runs:
+            plain = [score for score in run.evaluations if not score["tta"]]
+            score_names |= dict.fromkeys(map(score_name, plain))
+
     pictures: list[Picture] = []
-    for name in dict.fromkeys(map(score_name, scores)):
-        records = {
-            group.name: [
-                [s for s in run.evaluations if score_name(s) == name] for run in group.runs
-            ]
-            for group in groups
-        }
-        pictures += _draw_lines(records, f"{name} accuracy, %", "accuracy", 100)
-    training = {group.name: [run.history for run in group.runs] for group in groups}
-    for curve in CURVES:
-        pictures += _draw_lines(training, *curve)
+    for name in score_names:
+        lines = _group_lines(groups, functools.partial(_scores_named, name), "accuracy", 100)
+        pictures += _draw_lines(lines, f"{name} accuracy, %")
+    for title, key, scale in CURVES:
+        lines = _group_lines(groups, operator.attrgetter("history"), key, scale)
+        pictures += _draw_lines(lines, title)
     return pictures
 
 
-def _draw_lines(
-    records: Mapping[str, Sequence[Sequence[Mapping]]], title: str, key: str, scale: float
-) -> Iterator[Picture]:
-    """Draw a line per group that has values of `key`, in pictures of up to `MAX_CURVES`."""
+def _scores_named(name: str, run: Run) -> list[dict]:
+    """Return the evaluations of a run that have this name."""
+    return [score for score in run.evaluations if score_name(score) == name]
+
+
+def _group_lines(
+    groups: Sequence[Group], records_of: Callable[[Run], Sequence[Mapping]], key: str, scale: float
+) -> dict[str, Curve]:
+    """Return the mean curve of each group whose runs have values of `key` in their records."""
     lines = {}
-    for name, runs in records.items():
-        histories = [
-            {r["epoch"]: scale * r[key] for r in run if r.get(key) is not None} for run in runs
-        ]
-        if any(histories):
-            lines[name] = mean_curve([history for history in histories if history])
-    for start in range(0, len(lines), MAX_CURVES):
-        part = dict(list(lines.items())[start : start + MAX_CURVES])
-        ends = "; ".join(f"{name} {y[-1]:,.4g}" for name, (_, y, *_) in part.items())
-        yield f"{title} by epoch; at the end: {ends}", figures.line_plot(part, title)
+    for group in groups:
+        histories = []
+        for run in group.runs:
+            records = [record for record in records_of(run) if record.get(key) is not None]
+            if records:
+                histories.append({record["epoch"]: scale * record[key] for record in records})
+        if histories:
+            lines[group.name] = mean_curve(histories)
+    return lines
 
 
-def mean_curve(histories: Sequence[Mapping[float, float]]) -> tuple[np.ndarray, ...]:
-    """Return epochs [n] and mean [n] of runs {epoch: value}; of several, also mean -/+ standard
-    deviation [n].
+def _draw_lines(lines: Mapping[str, Curve], title: str) -> Iterator[Picture]:
+    """Draw lines by epoch, in pictures of up to `MAX_CURVES`."""
+    names = list(lines)
+    for start in range(0, len(names), MAX_CURVES):
+        part = {name: lines[name] for name in names[start : start + MAX_CURVES]}
+        ends = []
+        for name, (_, values, *_) in part.items():
+            ends.append(f"{name} {values[-1]:,.4g}")
+        description = f"{title} by epoch; at the end: {'; '.join(ends)}"
+        yield description, figures.line_plot(part, title)
+
+
+def mean_curve(histories: Sequence[Mapping[float, float]]) -> Curve:
+    """Return epochs [n] and mean [n] of runs {epoch: value}. For several runs, mean - standard
+    deviation [n] and mean + standard deviation [n] follow.
 
     If there are more than `MAX_POINTS` epochs, neighbors are averaged first.
     """
     epochs = np.array(sorted(set().union(*histories)))
-    runs = np.ma.masked_invalid(
-        [[history.get(epoch, np.nan) for epoch in epochs] for history in histories]
-    )
+    values = np.full([len(histories), len(epochs)], np.nan)
+    for run, history in enumerate(histories):
+        values[run] = [history.get(epoch, np.nan) for epoch in epochs]
+    known = np.ma.masked_invalid(values)
+
     parts = np.array_split(np.arange(len(epochs)), min(len(epochs), MAX_POINTS))
     x = np.array([epochs[part].mean() for part in parts])
-    values = np.ma.stack([runs[:, part].mean(1) for part in parts])
-    mean = values.mean(1)
-    std = values.std(1, ddof=1).filled(0)
-    return (x, mean, mean - std, mean + std) if len(histories) > 1 else (x, mean)
+    y = np.ma.stack([known[:, part].mean(1) for part in parts])  # [n, runs]
+    mean = y.mean(1)
+    if len(histories) == 1:
+        return x, mean
+    std = y.std(1, ddof=1).filled(0)
+    return x, mean, mean - std, mean + std
 
 
 def errors(runs: Sequence[Run]) -> list[Picture]:
     """Return the confusion matrix and the most confident mistakes of each run, as far as it has
     drawn them.
     """
-    kinds = {"confusion matrix": files.CONFUSION, "most confident mistakes": files.MISTAKES}
-    pictures = {
-        f"{kind} of {run.name}": run.directory / file
-        for run in runs
-        for kind, file in kinds.items()
-    }
-    return [(text, path.read_bytes()) for text, path in pictures.items() if path.exists()]
+    pictures: list[Picture] = []
+    for run in runs:
+        confusion = run.directory / files.CONFUSION
+        if confusion.exists():
+            pictures.append((f"confusion matrix of {run.name}", confusion.read_bytes()))
+        mistakes = run.directory / files.MISTAKES
+        if mistakes.exists():
+            pictures.append((f"most confident mistakes of {run.name}", mistakes.read_bytes()))
+    return pictures

@@ -6,6 +6,7 @@ less than bfloat16.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -220,16 +221,18 @@ def winograd_conv2d(images: tf.Tensor, kernel: tf.Tensor, height: int, width: in
     tile = winograd_tile(height, width)
     rows = -(-height // tile)
     columns = -(-width // tile)
-    from_image, from_kernel, to_output = (
-        tf.constant(matrix, images.dtype) for matrix in winograd_transforms(tile)
-    )
-    values, (channels, filters) = (tile + 2) ** 2, kernel.shape[2:]
+    values = (tile + 2) ** 2
+    channels, filters = kernel.shape[2:]
+    transforms = [tf.constant(matrix, images.dtype) for matrix in winograd_transforms(tile)]
+    from_image, from_kernel, to_output = transforms
+
     # [values, B rows columns C]
     image_tiles = _overlapping_tiles(*images.shape[1:], rows, columns, tile)(images)
     image_values = tf.reshape(tf.matmul(from_image, image_tiles), [values, -1, channels])
-    kernel_values = tf.reshape(
-        tf.matmul(from_kernel, tf.reshape(kernel, [9, -1])), [values, channels, filters]
-    )
+
+    kernel_rows = tf.reshape(kernel, [9, -1])
+    kernel_values = tf.reshape(tf.matmul(from_kernel, kernel_rows), [values, channels, filters])
+
     products = tf.reshape(tf.matmul(image_values, kernel_values), [values, -1])
     output_tiles = tf.reshape(tf.matmul(to_output, products), [tile**2, -1, filters])
     return _joined_tiles(height, width, rows, columns, tile)(output_tiles)
@@ -239,9 +242,12 @@ def winograd_tile(height: int, width: int) -> int:
     """Return the side m of the tiles that take the fewest multiplications for an output of this
     size.
     """
-    return min(
-        WINOGRAD_TILES, key=lambda tile: -(-height // tile) * -(-width // tile) * (tile + 2) ** 2
-    )
+
+    def multiplications(tile: int) -> int:
+        tiles = math.ceil(height / tile) * math.ceil(width / tile)
+        return tiles * (tile + 2) ** 2
+
+    return min(WINOGRAD_TILES, key=multiplications)
 
 
 def winograd_transforms(tile: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -291,10 +297,9 @@ def _overlapping_tiles(
 
     @fused
     def cut(images: tf.Tensor) -> tf.Tensor:
-        beside = [
-            (1, (count + 1) * tile - size - 1) for count, size in ((rows, height), (columns, width))
-        ]
-        blocks = tf.pad(images, [none, *beside, none])
+        above_and_below = (1, (rows + 1) * tile - height - 1)
+        left_and_right = (1, (columns + 1) * tile - width - 1)
+        blocks = tf.pad(images, [none, above_and_below, left_and_right, none])
         blocks = tf.reshape(blocks, [-1, rows + 1, tile, columns + 1, tile, channels])
         high = tf.concat([blocks[:, :-1], blocks[:, 1:, :2]], 2)
         tiles = tf.concat([high[:, :, :, :-1], high[:, :, :, 1:, :2]], 4)
@@ -304,13 +309,13 @@ def _overlapping_tiles(
     def join(tiles: tf.Tensor) -> tf.Tensor:
         tiles = tf.reshape(tiles, [tile + 2, tile + 2, -1, rows, columns, channels])
         tiles = tf.transpose(tiles, [2, 3, 0, 4, 1, 5])
-        own = tiles[:, :, :, :, :tile]
+        inside = tiles[:, :, :, :, :tile]
         shared = tiles[:, :, :, :, tile:]
-        high = tf.pad(own, [none, none, none, (0, 1), none, none])
+        high = tf.pad(inside, [none, none, none, (0, 1), none, none])
         high += tf.pad(shared, [none, none, none, (1, 0), (0, tile - 2), none])
-        own = high[:, :, :tile]
+        inside = high[:, :, :tile]
         shared = high[:, :, tile:]
-        blocks = tf.pad(own, [none, (0, 1), none, none, none, none])
+        blocks = tf.pad(inside, [none, (0, 1), none, none, none, none])
         blocks += tf.pad(shared, [none, (1, 0), (0, tile - 2), none, none, none])
         padded = tf.reshape(blocks, [-1, (rows + 1) * tile, (columns + 1) * tile, channels])
         return padded[:, 1 : height + 1, 1 : width + 1]

@@ -1,5 +1,6 @@
-"""What is asked of a Keras model."""
+"""Questions about a Keras model: values, names in checkpoints, calls of its layers."""
 
+import itertools
 from typing import Any
 
 import keras
@@ -8,10 +9,8 @@ import tensorflow as tf
 
 def variable_values(model: keras.Model) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Return the values of the trainable and of the non-trainable variables."""
-    kinds = model.trainable_variables, model.non_trainable_variables
-    weights, non_trainable = (
-        [tf.convert_to_tensor(variable.value) for variable in kind] for kind in kinds
-    )
+    weights = [tf.convert_to_tensor(v.value) for v in model.trainable_variables]
+    non_trainable = [tf.convert_to_tensor(v.value) for v in model.non_trainable_variables]
     return weights, non_trainable
 
 
@@ -33,5 +32,6 @@ def first_call(model: keras.Model, layer: keras.layers.Layer) -> Any:
     """Return the first call of a layer in the graph of a functional model, with its `input_tensors`
     and `output_tensors`. `layer.output` may belong to a call in another model, such as a backbone.
     """
-    calls = {id(node) for at_depth in model._nodes_by_depth.values() for node in at_depth}
-    return next(node for node in layer._inbound_nodes if id(node) in calls)
+    calls = itertools.chain.from_iterable(model._nodes_by_depth.values())
+    ids = {id(call) for call in calls}
+    return next(call for call in layer._inbound_nodes if id(call) in ids)

@@ -98,9 +98,8 @@ class BatchNorm(keras.layers.Layer):
         beta = tf.convert_to_tensor(self.beta.value)
         gamma = tf.ones_like(beta) if self.gamma is None else tf.convert_to_tensor(self.gamma.value)
         if not training:
-            mean, variance = (
-                tf.convert_to_tensor(v.value) for v in (self.moving_mean, self.moving_variance)
-            )
+            mean = tf.convert_to_tensor(self.moving_mean.value)
+            variance = tf.convert_to_tensor(self.moving_variance.value)
             return _normalize(inputs, gamma, beta, mean, variance)
         if self.synchronized and num_replicas() > 1:
             normalized, mean, variance = _synchronized_batch_norm(inputs, gamma, beta)
@@ -190,11 +189,11 @@ def synchronize(model: keras.Model) -> None:
     Their configurations stay as they were, so a copy of the model is not synchronized.
     """
     for layer in model._flatten_layers(include_self=False):
-        kind = type(layer)
         if isinstance(layer, BatchNorm):
             layer.synchronized = True
         elif isinstance(layer, keras.layers.BatchNormalization):
-            layer.__class__ = type(kind.__name__, (_SynchronizedMoments, kind), {})
+            norm = type(layer)
+            layer.__class__ = type(norm.__name__, (_SynchronizedMoments, norm), {})
 
 
 class _SynchronizedMoments(keras.layers.BatchNormalization):

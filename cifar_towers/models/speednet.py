@@ -48,6 +48,7 @@ def speednet(
     frozen = keras.initializers.Constant(0.0 if whitening is None else whitening)
     x = Whitening(frozen, name="whitening", **options)(images)
     x = Activation("gelu", name="whitening_gelu", **options)(x)
+
     conv_options = {
         "padding": "same",
         "use_bias": False,
@@ -56,20 +57,23 @@ def speednet(
     }
     for number, width in enumerate(widths, 1):
         group = f"group{number}"
+
+        # the first convolution is thinned by a pooling, which discards an odd row and column
+        conv = Conv2D(width, 3, even_output=True, name=f"{group}_conv1", **conv_options)
+        x = keras.layers.MaxPooling2D(2, name=f"{group}_pool", **options)(conv(x))
+        x = BatchNorm(momentum, scale=False, name=f"{group}_norm1", **options)(x)
+        x = Activation(later_activation, name=f"{group}_{later_activation}1", **options)(x)
         first = x
-        for index in range(1, convs + 1):
-            x = Conv2D(
-                width, 3, even_output=index == 1, name=f"{group}_conv{index}", **conv_options
-            )(x)
-            if index == 1:
-                x = keras.layers.MaxPooling2D(2, name=f"{group}_pool", **options)(x)
+
+        for index in range(2, convs + 1):
+            x = Conv2D(width, 3, name=f"{group}_conv{index}", **conv_options)(x)
             x = BatchNorm(momentum, scale=False, name=f"{group}_norm{index}", **options)(x)
-            if index == convs and residual:
+            if residual and index == convs:
                 x = keras.layers.Add(name=f"{group}_add", **options)([x, first])
             x = Activation(later_activation, name=f"{group}_{later_activation}{index}", **options)(
                 x
             )
-            first = x if index == 1 else first
+
     x = keras.layers.GlobalMaxPooling2D(name="pool", **options)(x)
     initializer = _uniform() if head_std is None else ScaledUniform(head_std)
     x = keras.layers.Dense(

@@ -42,22 +42,25 @@ def build_model(
         created.append(next_creator(**creation))
         return created[-1]
 
-    arguments = {"image_size": image_size, "num_classes": num_classes, "dtype": policy}
     parameters = inspect.signature(function).parameters
+    known = {"image_size": image_size, "num_classes": num_classes, "dtype": policy}
+    arguments = {name: value for name, value in known.items() if name in parameters}
+
     policy_before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)
     try:
         with tf.variable_creator_scope(record):
-            model = function(
-                **{name: value for name, value in arguments.items() if name in parameters}
-            )
+            model = function(**arguments)
             functional = _as_functional(model, image_size)
     finally:
         keras.config.set_dtype_policy(policy_before)
-    if method := overridden_fit_method(model):
+
+    method = overridden_fit_method(model)
+    if method:
         raise UsageError(f"--model overrides {method}, which towers would not run; leave it out")
     new = {id(variable) for variable in created}
-    if old := [variable.path for variable in functional.variables if id(variable.value) not in new]:
+    old = [variable.path for variable in functional.variables if id(variable.value) not in new]
+    if old:
         raise UsageError(f"--model must make a new net in each call, and {old[0]} was made before")
     return functional
 
@@ -81,12 +84,8 @@ def check_model(
         raise UsageError(
             f"--model has two variables called {duplicates[0]}; give the layers different names"
         )
-    variables = [*model.trainable_variables, *model.non_trainable_variables]
-    if narrow := [
-        v.path
-        for v in variables
-        if tf.as_dtype(v.dtype).is_floating and tf.as_dtype(v.dtype).size < 4
-    ]:
+    narrow = [v.path for v in model.variables if _is_narrow(tf.as_dtype(v.dtype))]
+    if narrow:
         raise UsageError(f"--model rounds {narrow[0]} to 16 bits; leave out the layer's dtype")
     if not tf.as_dtype(model.inputs[0].dtype).is_floating:
         raise UsageError(
@@ -102,13 +101,11 @@ def check_model(
             f"--model has the synchronized layer {norm}; give --batch_statistics=synchronized"
         )
 
-    _, changed = _trace_training(model, image_size)
-    of_norms = {
-        id(v)
-        for layer in model._flatten_layers()
-        if isinstance(layer, BATCH_NORMS)
-        for v in layer.variables
-    }
+    changed = _trace_training(model, image_size)
+    of_norms: set[int] = set()
+    for layer in model._flatten_layers():
+        if isinstance(layer, BATCH_NORMS):
+            of_norms.update(id(v) for v in layer.variables)
     statistics = [v.path for v in changed if "float" in v.dtype and id(v) not in of_norms]
     if synchronized and statistics:
         raise UsageError(
@@ -116,6 +113,10 @@ def check_model(
             "BatchNormalization"
         )
     _check_outputs(model, image_size)
+
+
+def _is_narrow(dtype: tf.DType) -> bool:
+    return dtype.is_floating and dtype.size < tf.float32.size
 
 
 def _check_outputs(model: Functional, image_size: int) -> None:
@@ -148,10 +149,8 @@ def _check_outputs(model: Functional, image_size: int) -> None:
         )
 
 
-def _trace_training(
-    model: Functional, image_size: int
-) -> tuple[list[tf.Tensor], list[keras.Variable]]:
-    """Return the losses that a training call adds, and the variables that it changes.
+def _trace_training(model: Functional, image_size: int) -> list[keras.Variable]:
+    """Return the variables that a training call changes.
 
     Raises:
       UsageError: a weight has no gradient, a call changes a weight, or it uses a variable that the
@@ -168,39 +167,34 @@ def _trace_training(
             logits = model(images, training=True)
             losses = model.losses
         gradients = tape.gradient([logits, *losses], weights)
-        changed = [
-            variable for variable, value in values if scope.get_current_value(variable) is not value
-        ]
-        effects.extend((gradients, losses, changed))
+        changed = [v for v, value in values if scope.get_current_value(v) is not value]
+        effects.extend((gradients, changed))
 
     specs = tf.nest.map_structure(
         lambda value: tf.TensorSpec(value.shape, value.dtype), variable_values(model)
     )
-    graph = call.get_concrete_function(
-        *specs, tf.TensorSpec([NUM_IMAGES, image_size, image_size, 3])
-    ).graph
-    gradients, losses, changed = effects
-    if foreign := [
-        op.name
-        for _, value in graph.captures
-        if value.dtype == tf.resource
-        for op in value.consumers()
-    ]:
-        raise UsageError(
-            "--model uses a variable that is not a weight, and towers would share it: see "
-            f"{foreign[0]}"
-        )
-    if lost := [variable.path for variable in changed if variable.trainable]:
+    images = tf.TensorSpec([NUM_IMAGES, image_size, image_size, 3])
+    graph = call.get_concrete_function(*specs, images).graph
+    gradients, changed = effects
+
+    for _, value in graph.captures:
+        if value.dtype == tf.resource and value.consumers():
+            raise UsageError(
+                "--model uses a variable that is not a weight, and towers would share it: see "
+                f"{value.consumers()[0].name}"
+            )
+    lost = [variable.path for variable in changed if variable.trainable]
+    if lost:
         raise UsageError(
             f"--model trains {lost[0]} and also changes it in a call, which would be lost"
         )
-    if untrained := [
-        v.path for v, gradient in zip(variables, gradients, strict=False) if gradient is None
-    ]:
+    weights = zip(model.trainable_variables, gradients, strict=True)
+    untrained = [weight.path for weight, gradient in weights if gradient is None]
+    if untrained:
         raise UsageError(
             f"--model has weights without a gradient: {', '.join(untrained)}; set trainable=False"
         )
-    return losses, changed
+    return changed
 
 
 def _as_functional(model: keras.Model, image_size: int) -> Functional:

@@ -29,12 +29,16 @@ HEARTBEAT_TIMEOUT_SECONDS = 10  # a worker that is silent for so long is lost
 # for an error to reach the other workers before this one closes its connections
 EXIT_GRACE_SECONDS = 1.0
 JOB = "worker"
-TASK = re.compile(rf"/job:{JOB}/(?:replica:0/)?task:(\d+)")
-# the error of a worker that others did not join
-ABSENT = re.compile(r"timed out task names:\n((?:/job:\S+\n)+)")
-# in errors of workers that no longer reach worker 0, where it runs
-SERVICE = "/tensorflow.CoordinationService/"
+
+# What errors of TensorFlow say about other workers.
+# "exit code 5: worker 1 of 2 ended: ...": what `_report_error` sent
 END = re.compile(r"exit code (\d+): ([^\n]*)")
+# "... timed out task names:\n/job:worker/replica:0/task:1\n": who did not join
+ABSENT = re.compile(r"timed out task names:\n((?:/job:\S+\n)+)")
+# "... /job:worker/replica:0/task:1 ...": who was lost
+TASK = re.compile(rf"/job:{JOB}/(?:replica:0/)?task:(\d+)")
+# "... /tensorflow.CoordinationService/Heartbeat ...": who no longer reaches worker 0
+SERVICE = "/tensorflow.CoordinationService/"
 
 
 @contextlib.contextmanager
@@ -82,24 +86,26 @@ def _explain(cluster: Workers, error: BaseException) -> RunError | None:
     if not isinstance(failure, tf.errors.OpError):
         return None
     text = str(failure)
-    if end := END.search(text):
-        ended = (
-            WorkerLostError(end[2])
-            if int(end[1]) == WorkerLostError.exit_code
-            else RunError(end[2])
-        )
-        ended.exit_code = int(end[1])
+    end = END.search(text)
+    if end:
+        exit_code = int(end[1])
+        is_lost = exit_code == WorkerLostError.exit_code
+        ended = WorkerLostError(end[2]) if is_lost else RunError(end[2])
+        ended.exit_code = exit_code
         return ended
-    if absent := ABSENT.search(text):
+
+    absent = ABSENT.search(text)
+    if absent:
         names = ", ".join(cluster.name(int(index)) for index in TASK.findall(absent[1]))
         return WorkerLostError(
             f"{names} did not join; start it with the same addresses and its index in TF_CONFIG"
         )
-    task = TASK.search(text)
-    # then the text may be about this worker, as others see it
-    unreachable = "failed to connect" in text
-    index = int(task[1]) if task else 0 if SERVICE in text else cluster.size
-    if index >= cluster.size or (index == cluster.index and not unreachable):
+
+    index = _find_worker(text)
+    if index is None or index >= cluster.size:
+        return None
+    # others may say of this worker that they cannot reach it
+    if index == cluster.index and "failed to connect" not in text:
         return None
     if "OOM when allocating" in text:
         return RunError(f"{cluster.name(index)} ran out of memory")
@@ -109,6 +115,15 @@ def _explain(cluster: Workers, error: BaseException) -> RunError | None:
         f"{cluster.name(index)} {reason}; the launcher restarts the workers; without it, start "
         "all of them again to resume from the last checkpoint"
     )
+
+
+def _find_worker(text: str) -> int | None:
+    """Return the index of the worker that an error names, or None."""
+    task = TASK.search(text)
+    if task:
+        return int(task[1])
+    # the coordination service runs in worker 0
+    return 0 if SERVICE in text else None
 
 
 # Values -------------------------------------------------------------------------------------------
@@ -139,10 +154,12 @@ def _make_gather(strategy: tf.distribute.Strategy) -> Callable[[Any], list]:
     def gather_values(value: Any) -> list:
         content = pickle.dumps(value)
         words = np.frombuffer(content + bytes(-len(content) % 8), np.int64)
-        joined, sizes = (strategy.experimental_local_results(result)[0] for result in gather(words))
-        return [
-            pickle.loads(part.numpy().tobytes()) for part in tf.split(joined, sizes)[::num_local]
-        ]
+        # every replica has the same two results
+        joined, sizes = gather(words)
+        joined = strategy.experimental_local_results(joined)[0]
+        sizes = strategy.experimental_local_results(sizes)[0]
+        parts = tf.split(joined, sizes)[::num_local]
+        return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
     return gather_values
 

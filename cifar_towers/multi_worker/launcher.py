@@ -80,7 +80,8 @@ def _run(command: Sequence[str], num_workers: int, signals: StopSignals) -> dict
     deadline = float("inf")
     while len(codes) < len(processes):
         for worker, process in enumerate(processes):
-            if worker not in codes and (code := process.poll()) is not None:
+            code = process.poll()
+            if code is not None and worker not in codes:
                 codes[worker] = code if code >= 0 else interrupt_exit_code(-code)
                 if code:
                     deadline = min(deadline, time.monotonic() + EXIT_TIMEOUT_SECONDS)
@@ -114,16 +115,18 @@ def _start_all(command: Sequence[str], count: int) -> list[Started]:
         cluster = {"cluster": {"worker": addresses}, "task": task}
         # gRPC would ask a proxy for the way to this machine
         environment = {"TF_CONFIG": json.dumps(cluster), "no_grpc_proxy": "127.0.0.1"}
-        if share := _share(gpus, index, count):
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(share)
+        gpus_of_worker = _share(gpus, index, count)
+        if gpus_of_worker:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of_worker)
         started = _start(
             [*command, "--strategy=multi_worker"],
             environment,
             "" if index == 0 else f"worker {index}: ",
         )
-        if share := _share(cores, index, count):
+        cores_of_worker = _share(cores, index, count)
+        if cores_of_worker:
             with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(started[0].pid, share)
+                os.sched_setaffinity(started[0].pid, cores_of_worker)
         workers.append(started)
     return workers
 

@@ -107,10 +107,8 @@ class Progress:
 
     def _describe(self, status: ProgressStatus) -> str:
         """Return the values of a line; an unknown one is `-`."""
-        epoch, epochs = (
-            f"{step / self._length.steps_per_epoch:.2f}"
-            for step in (status.step, self._length.last)
-        )
+        epoch = f"{status.step / self._length.steps_per_epoch:.2f}"
+        epochs = f"{self._length.last / self._length.steps_per_epoch:.2f}"
         left = format_seconds(status.seconds_left) if status.seconds_left else "-"
         values = f"loss {status.loss:.4f}  accuracy {100 * status.accuracy:5.2f} %"
         speed = f"{format_rate(status.images_per_sec):>6} images/s  {left:>8} left"

@@ -118,7 +118,7 @@ def image_grid(
     """
     size = images.shape[1]
     side = size * max(1, round(IMAGE_PIXELS / size)) / DPI  # inches
-    lines = [line for caption in captions for line in caption.splitlines()]
+    lines = "\n".join(captions).splitlines()
     longest = max(map(len, lines), default=0)
     highest = max((caption.count("\n") + 1 for caption in captions), default=0)
     width = max(side, longest * CHARACTER_INCHES) + MARGIN_INCHES
@@ -160,6 +160,8 @@ def _percent(share: float) -> str:
     """Return a share as percent in at most four characters, `-` for NaN."""
     if math.isnan(share):
         return "-"
-    return (
-        "<0.1" if 0 < share < 0.0005 else "100" if share == 1 else f"{min(99.9, 100 * share):.1f}"
-    )
+    if share == 1:
+        return "100"
+    if 0 < share < 0.0005:
+        return "<0.1"
+    return f"{min(99.9, 100 * share):.1f}"

@@ -48,12 +48,11 @@ def tower_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the towers' values in a step's record, if any, by name: {"loss": [K]} as
     `tower_0/loss`, ...
     """
-    named = record.get("towers", {}).items()
-    return {
-        f"tower_{tower}/{name}": value
-        for name, values in named
-        for tower, value in enumerate(values)
-    }
+    scalars = {}
+    for name, values in record.get("towers", {}).items():
+        for tower, value in enumerate(values):
+            scalars[f"tower_{tower}/{name}"] = value
+    return scalars
 
 
 def format_number(value: float | None, spec: str) -> str:

@@ -63,11 +63,7 @@ RECORDED = {  # key of a training record in metrics.jsonl -> tag of the same val
     "input_wait": "speed/input_wait",
 }
 # keys of an evaluation's record, and beginnings of their tags
-EVALUATED = (
-    "accuracy",
-    "loss",
-    "ece",
-)
+EVALUATED = ("accuracy", "loss", "ece")
 
 
 class RunLogger:
@@ -184,30 +180,47 @@ class RunLogger:
     def log_step(
         self, finished: FinishedStep, diagnostics: StepDiagnostics | None, skipped_steps: int
     ) -> dict[str, Any] | None:
-        """Show the metrics of a step, and write them with its learning rates by parameter group and
-        its diagnostics, if any. Return the record that was written; None if none was due.
+        """Show a step, and record it with its diagnostics, if any. Return the record; None if none
+        was due.
+
+        The record is made once. metrics.jsonl takes it whole, TensorBoard its numbers.
         """
         step = finished.step
         metrics = finished.metrics
-        rates = finished.rates
         self._epoch.append(metrics)
         if metrics.updated:
             self.smoothed_losses.update(metrics.losses)
-        rate = main_rate(rates)
-        images_per_sec, input_wait = self.timer.recent_rates()
+        rate = main_rate(finished.rates)
         self.progress.step(self._status(step, metrics.loss, metrics.accuracy, rate))
-        if not diagnostics and not _is_due(
-            step, math.ceil(self.config.summary_every_steps / SCALARS_PER_SUMMARY)
-        ):
+
+        scalar_period = math.ceil(self.config.summary_every_steps / SCALARS_PER_SUMMARY)
+        if not diagnostics and not _is_due(step, scalar_period):
             return None
+
+        record = self._make_record(finished, diagnostics, skipped_steps)
+        self.metrics.write(kind="train", **record)
+        scalars = self._make_scalars(record, finished)
+        if diagnostics:
+            scalars |= memory_usage(self.setup.local_towers)
+        self.tensorboard.write(TRAIN, step, scalars)
+        if diagnostics and metrics.updated and not self.quiet:
+            self._write_diagnostics(step, diagnostics)
+        return record
+
+    def _make_record(
+        self, finished: FinishedStep, diagnostics: StepDiagnostics | None, skipped_steps: int
+    ) -> dict[str, Any]:
+        """Return the record of a step in metrics.jsonl, which callbacks get too."""
+        metrics = finished.metrics
+        images_per_sec, input_wait = self.timer.recent_rates()
         record = {
-            "step": step,
-            "epoch": step / self.length.steps_per_epoch,
+            "step": finished.step,
+            "epoch": finished.step / self.length.steps_per_epoch,
             "loss": metrics.loss,
             "accuracy": metrics.accuracy,
             "images_per_sec": images_per_sec,
             "input_wait": input_wait,
-            "learning_rate": rate,
+            "learning_rate": main_rate(finished.rates),
             "gradient_norm": metrics.gradient_norm,
             "image_size": finished.image_size,
             "skipped_steps": skipped_steps,
@@ -218,31 +231,30 @@ class RunLogger:
                 "gradient_norm": diagnostics.tower_gradient_norm.tolist(),
                 "cosine": diagnostics.tower_gradient_cosine.tolist(),
             }
-        self.metrics.write(kind="train", **record)
-        scalars = {tag: record[key] for key, tag in RECORDED.items()}
-        scalars["speed/step_seconds"] = (
-            self.config.batch_size / images_per_sec if images_per_sec else None
-        )
-        scalars |= {f"learning_rate/{group}": rate for group, rate in rates.items()}
-        for term, loss in metrics.losses.items():
-            scalars[f"losses/{self._shown(term)} (raw)"] = loss
+        return record
+
+    def _make_scalars(self, record: Mapping[str, Any], finished: FinishedStep) -> dict[str, float]:
+        """Return the numbers of a step by their tags in TensorBoard: those of its record, then
+        those that only TensorBoard shows.
+        """
+        scalars = {tag: record[key] for key, tag in RECORDED.items() if record[key] is not None}
+        if len(self.setup.towers) > 1:
+            scalars |= tower_scalars(record)
+
+        if record["images_per_sec"]:
+            scalars["speed/step_seconds"] = self.config.batch_size / record["images_per_sec"]
+        for group, rate in finished.rates.items():
+            scalars[f"learning_rate/{group}"] = rate
+        for term, loss in finished.metrics.losses.items():
+            scalars[f"losses/{self._loss_name(term)} (raw)"] = loss
         for term, loss in self.smoothed_losses.averages().items():
-            scalars[f"losses/{self._shown(term)}"] = loss
+            scalars[f"losses/{self._loss_name(term)}"] = loss
         if finished.proxy_metrics:
             scalars[f"{PROXY}/loss"] = finished.proxy_metrics.loss
             scalars[f"{PROXY}/accuracy"] = finished.proxy_metrics.accuracy
-        if diagnostics:
-            scalars |= memory_usage(self.setup.local_towers)
-            if len(self.setup.towers) > 1:
-                scalars |= tower_scalars(record)
-        self.tensorboard.write(
-            TRAIN, step, {tag: value for tag, value in scalars.items() if value is not None}
-        )
-        if diagnostics and metrics.updated and not self.quiet:
-            self._write_diagnostics(step, diagnostics)
-        return record
+        return scalars
 
-    def _shown(self, term: str) -> str:
+    def _loss_name(self, term: str) -> str:
         """Return what a loss term is called in TensorBoard: a user's loss by its function."""
         if term != EXAMPLE_LOSS:
             return term
@@ -251,10 +263,11 @@ class RunLogger:
 
     def log_epoch(self, step: int, rates: Mapping[str, float], scores: Sequence[dict]) -> None:
         """Print the means over an epoch, or its part in this process, and the scores at its end."""
-        updated = [metrics for metrics in self._epoch if metrics.updated] or self._epoch
-        loss, accuracy = (
-            float(np.mean([getattr(m, name) for m in updated])) for name in ("loss", "accuracy")
-        )
+        counted = [metrics for metrics in self._epoch if metrics.updated]
+        if not counted:
+            counted = self._epoch
+        loss = float(np.mean([metrics.loss for metrics in counted]))
+        accuracy = float(np.mean([metrics.accuracy for metrics in counted]))
         self.progress.epoch(self._status(step, loss, accuracy, main_rate(rates)))
         if len(self._epoch) <= (step - 1) % self.length.steps_per_epoch:
             self.log(f"  mean of {count(len(self._epoch), 'step')}, since the resume")
@@ -284,16 +297,15 @@ class RunLogger:
             self.metrics.write(
                 kind="eval", step=step, epoch=epoch, training_seconds=seconds, **record
             )
-            self.tensorboard.write(
-                EVAL, step, {f"{key}/{score_name(record)}": record[key] for key in EVALUATED}
-            )
+            scalars = {f"{key}/{score_name(record)}": record[key] for key in EVALUATED}
+            self.tensorboard.write(EVAL, step, scalars)
         self._write_unwritten()
+
         if final and not self.quiet:
-            score = reported_score(records)
-            reported = next(
-                e for e, record in zip(evaluations, records, strict=True) if record is score
-            )
-            self._draw(step, reported, splits[reported.split])
+            reported = reported_score(records)
+            for evaluation, record in zip(evaluations, records, strict=True):
+                if record is reported:
+                    self._draw(step, evaluation, splits[evaluation.split])
         return records
 
     def begin_final_evaluation(self, step: int, splits: Mapping[str, Split]) -> None:
@@ -301,9 +313,8 @@ class RunLogger:
         `step`, if any.
         """
         self.progress.pause()
-        images = " and ".join(
-            count(len(split.labels), f"{name} image") for name, split in splits.items()
-        )
+        counts = [count(len(split.labels), f"{name} image") for name, split in splits.items()]
+        images = " and ".join(counts)
         tta = ", without and with TTA" if self.config.tta else ""
         self.log(f"evaluating on {images}{tta}")
         self.metrics.keep(lambda record: (record["kind"], record["step"]) != ("eval", step))
@@ -318,10 +329,9 @@ class RunLogger:
             if score is not reported:
                 self.log(describe_score(score))
         total = format_seconds(sum(result["seconds"].values()))
-        seconds = ", ".join(
-            f"{phase} {each:.0f} s" for phase, each in result["seconds"].items() if each >= 0.5
-        )
-        self.log(f"step {result['step']} after {total}: {seconds}")
+        phases = result["seconds"].items()
+        seconds = [f"{phase} {duration:.0f} s" for phase, duration in phases if duration >= 0.5]
+        self.log(f"step {result['step']} after {total}: {', '.join(seconds)}")
         rate = result["images_per_sec"]
         speed = f"{format_rate(rate)} images/s" if rate else "too few steps to time"
         self.log(f"{speed}; weights sha256 {result['weights_sha256'][:16]}")
@@ -338,9 +348,8 @@ class RunLogger:
         with files.BestEffortWrites(self.directory / files.RESULT):
             files.write_json(self.directory / files.RESULT, result)
         final = {"final/training_seconds": training_seconds(result["seconds"])}
-        final |= (
-            {"final/images_per_sec": result["images_per_sec"]} if result["images_per_sec"] else {}
-        )
+        if result["images_per_sec"]:
+            final["final/images_per_sec"] = result["images_per_sec"]
         self.tensorboard.write(EVAL, result["step"], final)
         self.log(f"written to {self.config.directory}; next:")
         for line in next_commands(self.config):
@@ -359,9 +368,8 @@ class RunLogger:
         """Write the images and histograms of a summary step that was not skipped."""
         info = self.setup.dataset.info
         labels = [info.class_names[label] for label in diagnostics.labels]
-        levels = denormalize(
-            diagnostics.images, info if self.config.standardize == "dataset" else None
-        )
+        of_dataset = self.config.standardize == "dataset"
+        levels = denormalize(diagnostics.images, info if of_dataset else None)
         picture = figures.image_grid(levels, labels, columns=4)
         self.tensorboard.write_diagnostics(step, picture, diagnostics)
 
@@ -383,16 +391,14 @@ class RunLogger:
         grid = figures.image_grid(
             split.images[score.mistakes], captions, f"most confident mistakes, {title}"
         )
-        pictures = [(files.MISTAKES, "mistakes", grid)]
+        pictures = {"mistakes": (files.MISTAKES, grid)}
         if len(names) <= figures.MAX_CLASSES:
             matrix = figures.confusion_matrix(score.confusion, names, title)
-            pictures.append((files.CONFUSION, "confusion", matrix))
-        for file, _, picture in pictures:
+            pictures["confusion"] = (files.CONFUSION, matrix)
+        for tag, (file, picture) in pictures.items():
             with files.BestEffortWrites(self.directory / file):
                 files.write_whole(self.directory / file, picture)
-        self.tensorboard.write(
-            EVAL, step, {}, {f"{tag}/{evaluation.split}": picture for _, tag, picture in pictures}
-        )
+            self.tensorboard.write(EVAL, step, {}, {f"{tag}/{evaluation.split}": picture})
 
 
 def denormalize(images: np.ndarray, info: DatasetInfo | None) -> np.ndarray:
@@ -433,7 +439,8 @@ def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
 
 def describe_run(setup: RunSetup) -> dict[str, Any]:
     """Return the content of environment.json: machine, software, devices and data of a run."""
-    return describe_machine() | {
+    return {
+        **describe_machine(),
         "towers": [{"name": tower.name, "device": tower.device} for tower in setup.towers],
         "precision": setup.precision,
         "gpus": gpu_names(),
@@ -445,11 +452,11 @@ def describe_run(setup: RunSetup) -> dict[str, Any]:
 
 def describe_machine() -> dict[str, Any]:
     """Return command, versions, processor and git revision of this process."""
+    program_name, *arguments = sys.argv
+    if program_name.endswith("__main__.py"):
+        program_name = "cifar-towers"
     return {
-        "command": [
-            "cifar-towers" if sys.argv[0].endswith("__main__.py") else sys.argv[0],
-            *sys.argv[1:],
-        ],
+        "command": [program_name, *arguments],
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": processor_name(),
@@ -462,14 +469,17 @@ def describe_machine() -> dict[str, Any]:
 
 def next_commands(config: TrainConfig) -> list[str]:
     """Return what to type after a training."""
-    run = [
-        f"--train_dir={config.directory}",
-        *([f"--model={config.model}"] if config.user_model else []),
-    ]
-    # where it is now
-    data = [f"--dataset={config.dataset}"] if split_path(config.dataset)[0] else []
+    run = [f"--train_dir={config.directory}"]
+    if config.user_model:
+        run.append(f"--model={config.model}")
+
+    data = []
+    prefix, _ = split_path(config.dataset)
+    if prefix:  # where the files are now
+        data.append(f"--dataset={config.dataset}")
     if config.data_dir and config.dataset != "synthetic":  # which is read from no directory
-        data += [f"--data_dir={config.data_dir}"]
+        data.append(f"--data_dir={config.data_dir}")
+
     commands = (
         [program("tensorboard"), f"--logdir={config.directory}"],
         [program("cifar-towers"), "evaluate", *run, *data],
@@ -482,19 +492,16 @@ def program(name: str) -> str:
     """Return what to type for a program of this environment: its name, or its path if the shell
     does not find it.
     """
-    return (
-        name
-        if shutil.which(name)
-        else os.path.join(os.path.relpath(Path(sys.executable).parent), name)
-    )
+    if shutil.which(name):
+        return name
+    return os.path.join(os.path.relpath(Path(sys.executable).parent), name)
 
 
 def memory_usage(towers: Sequence[Tower]) -> dict[str, float]:
     """Return `memory/host_mb`, and the peak memory of each GPU in MB, as `memory/GPU:0_mb`."""
     values = {"memory/host_mb": psutil.Process().memory_info().rss / 1e6}
-    for gpu in sorted(
-        {tower.device.removeprefix("/") for tower in towers if "GPU" in tower.device}
-    ):
+    gpus = {tower.device.removeprefix("/") for tower in towers if "GPU" in tower.device}
+    for gpu in sorted(gpus):
         values[f"memory/{gpu}_mb"] = tf.config.experimental.get_memory_info(gpu)["peak"] / 1e6
     return values
 

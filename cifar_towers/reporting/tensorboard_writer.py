@@ -85,20 +85,17 @@ class TensorBoardWriter:
         """Write a picture of the input, layers' outputs with their sparsity, weights, and mean
         gradients.
         """
-        kinds = {
-            "activations": diagnostics.activations,
-            "weights": diagnostics.weights,
-            "gradients": diagnostics.gradients,
-        }
-        histograms = {
-            f"{kind}/{name}": values
-            for kind, named in kinds.items()
-            for name, values in named.items()
-        }
-        sparsity = {
-            f"sparsity/{layer}": np.mean(values == 0)
-            for layer, values in diagnostics.activations.items()
-        }
+        histograms = {}
+        for layer, values in diagnostics.activations.items():
+            histograms[f"activations/{layer}"] = values
+        for variable, values in diagnostics.weights.items():
+            histograms[f"weights/{variable}"] = values
+        for variable, values in diagnostics.gradients.items():
+            histograms[f"gradients/{variable}"] = values
+
+        sparsity = {}
+        for layer, values in diagnostics.activations.items():
+            sparsity[f"sparsity/{layer}"] = np.mean(values == 0)
         self.write(TRAIN, step, sparsity, {"input/augmented": picture}, histograms)
 
 

@@ -87,7 +87,8 @@ def find_checkpoint(directory: Path, step: int = 0) -> Path:
         )
     if not step:
         return found[-1]
-    if (path := checkpoint_path(directory, step)) not in found:
+    path = checkpoint_path(directory, step)
+    if path not in found:
         raise UsageError(
             f"{directory} has no checkpoint of step {step}; it has "
             f"{', '.join(each.name for each in found)}"
@@ -97,7 +98,7 @@ def find_checkpoint(directory: Path, step: int = 0) -> Path:
 
 def first_nonfinite(values: Mapping[str, np.ndarray]) -> str:
     """Return the name of an array with a non-finite value; empty if there is none."""
-    floats = (
-        (name, value) for name, value in values.items() if np.issubdtype(value.dtype, np.floating)
-    )
-    return next((name for name, value in floats if not np.isfinite(value).all()), "")
+    for name, value in values.items():
+        if np.issubdtype(value.dtype, np.floating) and not np.isfinite(value).all():
+            return name
+    return ""

@@ -53,7 +53,8 @@ class RunDirectory:
         self.saved = saved
         self.failed_saves = saved[1]["failed_saves"] if saved else 0
         self._saved_step = saved[1]["step"] if saved else None
-        self._save_seconds, self._last_save = 0.0, time.monotonic()
+        self._save_seconds = 0.0
+        self._last_save = time.monotonic()
 
     def stored_result(self, dataset: str) -> dict[str, Any] | None:
         """Return the result of a run on this data set, by this code, at its last step or its
@@ -210,7 +211,8 @@ def _check_recipe(config: TrainConfig, metadata: Mapping[str, Any]) -> None:
     """Raise UsageError if a run was trained with other settings than those of the config."""
     saved = metadata["recipe"]
     current = recipe_fields(config)
-    if differing := describe_differences(saved, current):
+    differing = describe_differences(saved, current)
+    if differing:
         path = config.directory
         raise UsageError(
             f"{path} was trained with other settings ({', '.join(differing)}); give those, "
@@ -254,7 +256,8 @@ def assign(variables: Mapping[str, Any], values: Mapping[str, np.ndarray], direc
     wanted = {
         name: (tuple(v.shape), getattr(v.dtype, "name", v.dtype)) for name, v in variables.items()
     }
-    if differing := describe_differences(saved, wanted):
+    differing = describe_differences(saved, wanted)
+    if differing:
         raise UsageError(
             f"{directory} is of another model: {listed(differing, 2)}; give another --train_dir"
         )

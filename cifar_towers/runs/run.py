@@ -123,11 +123,9 @@ class Run:
         """
         settings = {name: value for name, value in self.config.items() if name not in PER_RUN}
         environment = self.environment
-        for kind in ("data", "code"):
-            settings |= {
-                f"{name}_{kind}": sha[:12]
-                for name, sha in environment.get(f"{kind}_sha256", {}).items()
-            }
+        for part in ("data", "code"):
+            for name, sha256 in environment.get(f"{part}_sha256", {}).items():
+                settings[f"{name}_{part}"] = sha256[:12]
         towers = len(environment.get("towers", []))
         return settings | {"precision": environment.get("precision"), "num_gpus": towers}
 

@@ -4,12 +4,12 @@ repetitions.
 No function here needs TensorFlow.
 """
 
+import itertools
 import json
 import math
 import os
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from itertools import combinations
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ def _is_named(run: Run, patterns: Sequence[str]) -> bool:
     """Return whether one of the patterns is for a run, or for a directory below the root."""
     path = Path(run.name)
     within_root = [path, *path.parents]
-    return any(place.match(pattern) for place in within_root for pattern in patterns)
+    return any(place.match(pattern) for place, pattern in itertools.product(within_root, patterns))
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
@@ -95,7 +95,7 @@ def describe(run: Run) -> dict[str, Any]:
     scores = run.scores
     reported = run.reported_score or {}
     plain = scores.get(score_name({**reported, "tta": False}), {}) if reported else {}
-    rates = [rate for record in run.history if (rate := record.get("images_per_sec"))]
+    rates = [record["images_per_sec"] for record in run.history if record.get("images_per_sec")]
     return {
         "run": str(run.directory),
         "recipe": run.title,
@@ -165,10 +165,10 @@ class Group(NamedTuple):
     def describe_seeds(self) -> str:
         """Return the group's seeds, as `seeds 0, 1`, with the runs that are left out."""
         seeds = ", ".join(str(run.config.get("seed")) for run in self.runs)
-        repeated = (
-            f" without {', '.join(self.left_out)}, whose seed counts once" if self.left_out else ""
-        )
-        return f"seed{'s' * (len(self.runs) > 1)} {seeds}{repeated}"
+        described = f"seed {seeds}" if len(self.runs) == 1 else f"seeds {seeds}"
+        if not self.left_out:
+            return described
+        return f"{described} without {', '.join(self.left_out)}, whose seed counts once"
 
 
 def group_by_recipe(runs: Sequence[Run]) -> list[Group]:
@@ -255,7 +255,7 @@ def compare_groups(groups: Sequence[Group]) -> list[str]:
     says so.
     """
     repeated = [group for group in groups if len(group.finished) > 1]
-    return [_compare_two(one, other) for one, other in combinations(repeated, 2)]
+    return [_compare_two(one, other) for one, other in itertools.combinations(repeated, 2)]
 
 
 def _compare_two(one: Group, other: Group) -> str:
@@ -276,38 +276,13 @@ def _compare_two(one: Group, other: Group) -> str:
 
 
 # 97.5 % quantiles of Student's t distribution with 1, 2, ... 30 degrees of freedom
+# fmt: off
 STUDENT_T = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-    2.201,
-    2.179,
-    2.160,
-    2.145,
-    2.131,
-    2.120,
-    2.110,
-    2.101,
-    2.093,
-    2.086,
-    2.080,
-    2.074,
-    2.069,
-    2.064,
-    2.060,
-    2.056,
-    2.052,
-    2.048,
-    2.045,
-    2.042,
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )
+# fmt: on
 
 
 class Sample(NamedTuple):
@@ -371,10 +346,10 @@ def flatten(
     """
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if key not in leave_out:
-            flat |= (
-                flatten(value, leave_out, f"{prefix}{key}.")
-                if isinstance(value, dict)
-                else {prefix + key: value}
-            )
+        if key in leave_out:
+            continue
+        if isinstance(value, dict):
+            flat |= flatten(value, leave_out, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
     return flat

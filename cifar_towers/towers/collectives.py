@@ -98,7 +98,8 @@ def unsynchronized(num_towers: int) -> Iterator[None]:
 
 
 def _mean(tensor: tf.Tensor) -> tf.Tensor:
-    if context := _replica_context():
+    context = _replica_context()
+    if context:
         return context.all_reduce(tf.distribute.ReduceOp.MEAN, tensor)
     if num_replicas() == 1:
         if getattr(_thread, "unsynchronized", False):
@@ -122,8 +123,9 @@ class _Rounds:
         self.num_towers = num_towers
         # the first error of any tower; ends the tracing of all
         self.error: BaseException | None = None
-        self._tracing = list(range(num_towers))
-        self._turns = [threading.Semaphore(int(index == 0)) for index in range(num_towers)]
+        self._tracing = list(range(num_towers))  # the unfinished towers
+        self._turns = [threading.Semaphore(0) for _ in range(num_towers)]
+        self._turns[0].release()  # tower 0 begins
         self._values: list[Any] = [None] * num_towers
 
     def run(self, index: int, trace: Callable[[int], None]) -> None:
@@ -134,7 +136,8 @@ class _Rounds:
             _thread.index = index
             trace(index)
         except BaseException as error:
-            self.error = self.error or error
+            if not self.error:
+                self.error = error
         finally:
             self._pass_turn(index)
             self._tracing.remove(index)
@@ -163,6 +166,11 @@ class _Rounds:
         """Give the turn to the next unfinished tower; after an error wake all, so that their
         threads end.
         """
-        later = self._tracing[self._tracing.index(index) + 1 :] or self._tracing
-        for tower in self._tracing if self.error else later[:1]:
-            self._turns[tower].release()
+        if self.error:
+            for tower in self._tracing:
+                self._turns[tower].release()
+            return
+
+        later = [tower for tower in self._tracing if tower > index]
+        following = later[0] if later else self._tracing[0]
+        self._turns[following].release()

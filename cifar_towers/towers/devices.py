@@ -69,7 +69,8 @@ def make_towers(
             f"{num_towers} towers need {num_towers} GPUs and this machine has {len(gpus)}; "
             "ask for fewer or allow soft placement"
         )
-    kind = "GPU" if gpus else "CPU"
+
+    device_type = "GPU" if gpus else "CPU"
     needed = num_towers or len(gpus) or (1 if multi_worker else CPU_TOWERS_BY_DEFAULT)
     with contextlib.suppress(RuntimeError):  # of a TensorFlow that already runs
         if soft_placement is not None:
@@ -77,26 +78,24 @@ def make_towers(
         if gpus:
             _divide_gpus(gpus, needed)
         else:
-            _set_threads(needed)
-            cpu = tf.config.list_physical_devices("CPU")[0]
-            tf.config.set_logical_device_configuration(
-                cpu, [tf.config.LogicalDeviceConfiguration()] * needed
-            )
+            _divide_cpu(needed)
+
     if not multi_worker:
-        available = len(tf.config.list_logical_devices(kind))  # initializes the devices
+        available = len(tf.config.list_logical_devices(device_type))  # initializes the devices
         if available < num_towers:
             raise RuntimeError(
-                f"TensorFlow already runs with {available} {kind} devices, too few for "
+                f"TensorFlow already runs with {available} {device_type} devices, too few for "
                 f"{num_towers} towers: call make_towers before any other TensorFlow operation, in "
                 "a new process or a restarted notebook"
             )
         needed = min(needed, available)
+
     if not gpus:
         towers = f"{count(needed, 'tower')} on logical CPU devices"
         log.info(f"no GPU here: {towers}; TF_CPP_MIN_LOG_LEVEL=0 shows what TensorFlow looked for")
     elif needed > len(gpus):
         log.info(f"{len(gpus)} GPUs for {needed} towers: they share them as logical devices")
-    return [Tower(index, f"/{kind}:{index}") for index in range(needed)]
+    return [Tower(index, f"/{device_type}:{index}") for index in range(needed)]
 
 
 def on_gpus(towers: Sequence[Tower]) -> bool:
@@ -104,13 +103,19 @@ def on_gpus(towers: Sequence[Tower]) -> bool:
     return any("GPU" in tower.device for tower in towers)
 
 
-def _set_threads(cpu_towers: int) -> None:
-    """Give K towers on C cores K operations at a time of C/K threads each, instead of K x C
-    threads; one tower has two operations at a time, of C threads.
+def _divide_cpu(num_towers: int) -> None:
+    """Make the CPU one logical device per tower, and divide its cores.
+
+    K towers on C cores have K operations at a time, of C/K threads each, instead of K x C threads.
+    One tower has two operations at a time, of C threads.
     """
     cores = hardware.available_cores()
-    tf.config.threading.set_inter_op_parallelism_threads(max(cpu_towers, min(2, cores)))
-    tf.config.threading.set_intra_op_parallelism_threads(max(1, cores // cpu_towers))
+    tf.config.threading.set_inter_op_parallelism_threads(max(num_towers, min(2, cores)))
+    tf.config.threading.set_intra_op_parallelism_threads(max(1, cores // num_towers))
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    device = tf.config.LogicalDeviceConfiguration()
+    tf.config.set_logical_device_configuration(cpu, [device] * num_towers)
 
 
 def _divide_gpus(gpus: Sequence[tf.config.PhysicalDevice], num_towers: int) -> None:

@@ -3,6 +3,7 @@ about Keras models.
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +14,9 @@ import tensorflow as tf
 from cifar_towers.towers.devices import Tower
 from cifar_towers.towers.gradients import weighted_sum
 from cifar_towers.towers.make_parallel import (
-    as_towers,
     check_outputs,
     join_outputs,
+    resolve_towers,
     run_on_any_batch,
 )
 
@@ -71,8 +72,9 @@ def make_parallel_model(
         synchronized norm. Its first call raises the same for an output without a row for each
         example, and for state that the towers cannot share, such as an integer counter.
     """
-    towers = as_towers(num_towers)
-    if method := overridden_fit_method(keras_model):
+    towers = resolve_towers(num_towers)
+    method = overridden_fit_method(keras_model)
+    if method:
         raise ValueError(
             f"model {keras_model.name!r} overrides {method}, which towers would not run"
         )
@@ -150,8 +152,8 @@ class ParallelModel(keras.Model):
         with keras.StatelessScope(values, collect_losses=True) as scope:
             outputs = self.model(inputs, training=training)
         changed = [v for v, before in values if scope.get_current_value(v) is not before]
-        own = [v for v in changed if not is_seed_generator_state(v)]
-        refused = [v.path for v in own if v.trainable or "float" not in v.dtype]
+        besides_seeds = [v for v in changed if not is_seed_generator_state(v)]
+        refused = [v.path for v in besides_seeds if v.trainable or "float" not in v.dtype]
         if scope.state_mapping.keys() - {id(v) for v, _ in values}:
             refused.append(
                 "a variable that is not its own, such as a metric or the global random generator"
@@ -164,10 +166,10 @@ class ParallelModel(keras.Model):
         check_outputs(outputs, inputs, tower)
         position = {id(v): i for i, v in enumerate(self.model.non_trainable_variables)}
         state = {position[id(v)]: tf.stop_gradient(scope.get_current_value(v)) for v in changed}
-        flat = enumerate(tf.nest.flatten(outputs))
-        extras = {
-            (i, name): tensor for i, output in flat for name, tensor in _extras(output).items()
-        }
+        extras = {}
+        for index, output in enumerate(tf.nest.flatten(outputs)):
+            for name, tensor in _extras(output).items():
+                extras[index, name] = tensor
         return outputs, extras, [to_scalar(loss) for loss in scope.losses], state
 
     def compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
@@ -186,18 +188,18 @@ def _extras(output: tf.Tensor) -> dict[str, tf.Tensor]:
     """Return an output's mask, and the logits that Keras's cross entropies use where it is their
     softmax or sigmoid.
     """
-    names = [
-        name for name in ("_keras_logits", "_keras_mask") if getattr(output, name, None) is not None
-    ]
+    attributes = {}
+    for name in ("_keras_logits", "_keras_mask"):
+        value = getattr(output, name, None)
+        if value is not None:
+            attributes[name] = value
+
     # in graphs, Keras also takes the input of TensorFlow's own operation
     op = getattr(output, "op", None)
-    activation = (
-        {op.type: op.inputs[0]}
-        if op and op.type in ACTIVATIONS and "_keras_logits" not in names
-        else {}
-    )
-    # a new tensor, then its attributes
-    return activation | {name: getattr(output, name) for name in names}
+    if op and op.type in ACTIVATIONS and "_keras_logits" not in attributes:
+        # a new tensor, then its attributes
+        return {op.type: op.inputs[0], **attributes}
+    return attributes
 
 
 # ---- What is asked of a Keras model, here and in the folders above
@@ -219,24 +221,15 @@ def overridden_fit_method(model: keras.Model) -> str:
     """Return the name of a method or property behind `fit`, `evaluate` and `predict` that a model
     overrides, or "".
     """
-    trainers = [kind for kind in keras.Model.__mro__ if kind.__name__.endswith("Trainer")]
-    names = [
-        name
-        for kind in trainers
-        for name in vars(kind)
-        if not name.startswith("__") and name not in NOT_OF_FIT
-    ]
+    trainers = [base for base in keras.Model.__mro__ if base.__name__.endswith("Trainer")]
+    names = list(itertools.chain.from_iterable(map(vars, trainers)))
+    names = [name for name in names if not name.startswith("__") and name not in NOT_OF_FIT]
     names += ["losses", "trainable_variables", "trainable_weights", "non_trainable_variables"]
-    own = vars(model)
-    kind = type(model)
-    return next(
-        (
-            name
-            for name in names
-            if name in own or getattr(kind, name) is not getattr(keras.Model, name)
-        ),
-        "",
-    )
+    for name in names:
+        is_inherited = getattr(type(model), name) is getattr(keras.Model, name)
+        if name in vars(model) or not is_inherited:
+            return name
+    return ""
 
 
 def synchronized_norm(model: keras.Model) -> str:

@@ -53,7 +53,7 @@ def make_parallel(fn: Callable[..., Any], num_towers: int | Sequence[Tower], **t
         )
     outputs, sizes = run_on_any_batch(
         lambda tower, shard: check_outputs(fn(**shard), shard, tower),
-        as_towers(num_towers),
+        resolve_towers(num_towers),
         tensors,
     )
     return join_outputs(outputs, sizes)
@@ -64,23 +64,27 @@ def map_on_towers(
 ) -> Iterator[Any]:
     """Yield `fn(batch)` for each batch of a dataset, in order, K batches at a time on K devices.
 
-    One graph runs all groups of K batches, and a second one a
-    smaller last group.
+    One graph runs all groups of K batches, and a second one a smaller last group.
 
     Args:
       fn: called as `fn(element)`, also if an element is a tuple; the last batch may be shorter.
         Returns a structure of tensors.
       towers: K, or the K towers of `make_towers`.
     """
-    towers = as_towers(towers)
+    towers = resolve_towers(towers)
+
+    def on_tower(tower: Tower, batch: Any) -> Any:
+        return fn(batch)
 
     @tf.function
-    def group_fn(batches: list[Any]) -> list[Any]:
-        return run_on_towers(lambda tower, batch: fn(batch), towers[: len(batches)], batches)
+    def run_group(group: list[Any]) -> list[Any]:
+        return run_on_towers(on_tower, towers[: len(group)], group)
 
     batches = iter(dataset)
     while group := list(itertools.islice(batches, len(towers))):
-        yield from group_fn.get_concrete_function([dataset.element_spec] * len(group))(group)
+        # traced for batches of any length, as the last one may be shorter
+        traced = run_group.get_concrete_function([dataset.element_spec] * len(group))
+        yield from traced(group)
 
 
 def run_on_any_batch(
@@ -135,7 +139,7 @@ def join_outputs(structures: Sequence[Any], sizes: Sequence[int | tf.Tensor]) ->
         return tf.nest.map_structure(lambda *parts: tf.concat(parts, axis=0), *counted)
 
 
-def as_towers(towers: int | Sequence[Tower]) -> list[Tower]:
+def resolve_towers(towers: int | Sequence[Tower]) -> list[Tower]:
     """Return so many towers for a number, otherwise the towers themselves; raise a ValueError if
     there are none.
     """

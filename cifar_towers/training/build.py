@@ -46,7 +46,7 @@ NUM_EXAMPLES = 4  # in the batch that a user's function is checked with
 MAX_WHITENING_PIXELS = 5000 * 32 * 32  # at once; their patches take a hundred bytes each
 
 
-def setup_devices(
+def make_run_devices(
     config: TrainConfig, cluster: Workers | None = None
 ) -> tuple[tf.distribute.Strategy | None, list[Tower]]:
     """Set up the towers that a config asks for, on this machine or on those of a cluster.
@@ -64,7 +64,7 @@ def setup_devices(
         )
     else:
         strategy = None
-        towers = setup_towers(config, config.num_gpus or _fewer_towers(config))
+        towers = make_local_towers(config, config.num_gpus or _fewer_towers(config))
     config.check_shares(len(towers))
     return strategy, towers
 
@@ -82,7 +82,7 @@ def _fewer_towers(config: TrainConfig) -> int:
     return num_towers
 
 
-def setup_towers(settings: DeviceSettings, num_towers: int = 0) -> list[Tower]:
+def make_local_towers(settings: DeviceSettings, num_towers: int = 0) -> list[Tower]:
     """Set up `num_towers` towers, by default as many as the settings ask for, on this machine.
 
     Raises:
@@ -326,11 +326,12 @@ def make_image_size_fn(config: TrainConfig, length: schedules.RunLength) -> Call
     """
     full_size = config.net_image_size
     image_size_at = schedules.ImageSizeSchedule(config.image_size_schedule, full_size).at(length)
-    if (size := image_size_at(length.total - 1)) != full_size:
+    last_size = image_size_at(length.total - 1)
+    if last_size != full_size:
         raise UsageError(
-            f"image_size_schedule={config.image_size_schedule} is still at {size} pixels in the "
-            f"last of {length.total} steps, and the net is evaluated on {full_size}; give places "
-            "e.g. as 60%=32"
+            f"image_size_schedule={config.image_size_schedule} is still at {last_size} pixels in "
+            f"the last of {length.total} steps, and the net is evaluated on {full_size}; give "
+            "places e.g. as 60%=32"
         )
     return image_size_at
 

@@ -146,10 +146,12 @@ def _flatten(
     """Return a tower's gradients as one vector, with zeros where other towers alone have a
     gradient.
     """
-    pairs = [(own, mean) for own, mean in zip(gradients, means, strict=True) if mean is not None]
-    return np.concatenate(
-        [np.ravel(np.zeros_like(mean) if own is None else own) for own, mean in pairs]
-    ).astype(float)
+    parts = []
+    for gradient, mean in zip(gradients, means, strict=True):
+        if mean is not None:
+            present = np.zeros_like(mean) if gradient is None else gradient
+            parts.append(np.ravel(present))
+    return np.concatenate(parts).astype(float)
 
 
 def _as_float32(values: tf.Tensor) -> np.ndarray:

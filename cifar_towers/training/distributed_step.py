@@ -69,13 +69,11 @@ def make_multi_worker_strategy(
             rpc_layer="grpc",
         )
     )
-    mine = strategy.extended.worker_devices
-    everyone = [
-        device.replace(f"task:{index}", f"task:{worker}")
-        for worker in range(len(addresses))
-        for device in mine
-    ]
-    return strategy, [Tower(place, device) for place, device in enumerate(everyone)]
+    devices = []
+    for worker in range(len(addresses)):
+        for device in strategy.extended.worker_devices:  # of this worker
+            devices.append(device.replace(f"task:{index}", f"task:{worker}"))
+    return strategy, [Tower(place, device) for place, device in enumerate(devices)]
 
 
 class ReplicaResult(NamedTuple):
@@ -111,7 +109,7 @@ class MirroredStep:
         self.strategy = strategy
         self.state = state
         self.towers = towers
-        self.local_towers = towers_here(strategy, towers)
+        self.local_towers = local_towers_of(strategy, towers)
         self.tower_step = TowerStep(state, loss_fn, augmentation, micro_batches)
 
     def update(
@@ -186,7 +184,7 @@ class MirroredStep:
         return self.state.apply(pairs, non_trainable, rates, tower_losses)
 
 
-def towers_here(strategy: tf.distribute.Strategy, towers: Sequence[Tower]) -> list[Tower]:
+def local_towers_of(strategy: tf.distribute.Strategy, towers: Sequence[Tower]) -> list[Tower]:
     """Return the towers of this process, of all K towers."""
     mine = strategy.extended.worker_devices
     if len(mine) == len(towers):  # this process alone, whose devices have short names

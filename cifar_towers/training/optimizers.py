@@ -75,7 +75,8 @@ class AdamW:
         self.variables = list(variables)
         self.weight_decay = weight_decay
         self.slots = {
-            name: [make_slot(v, name) for v in self.variables] for name in ("mean", "square")
+            "mean": [make_slot(v, "mean") for v in self.variables],
+            "square": [make_slot(v, "square") for v in self.variables],
         }
 
     def compute_update(
@@ -192,12 +193,11 @@ class Optimizer:
         return {group.name: group.peak_rate * group.factor(step) for group in active}
 
     def active_variables(self, group_names: Container[str]) -> list[tf.Variable]:
-        return [
-            variable
-            for group in self.groups
-            if group.name in group_names
-            for variable in group.rule.variables
-        ]
+        variables: list[tf.Variable] = []
+        for group in self.groups:
+            if group.name in group_names:
+                variables += group.rule.variables
+        return variables
 
     def compute_updates(
         self, gradients: Sequence[tuple], learning_rates: Mapping[str, tf.Tensor], step: tf.Tensor
@@ -222,12 +222,12 @@ class Optimizer:
 
     def slots(self) -> dict[str, tf.Variable]:
         """Return every slot by its name in checkpoints."""
-        return {
-            f"{group.name}.{slot}.{index}": variable
-            for group in self.groups
-            for slot, variables in group.rule.slots.items()
-            for index, variable in enumerate(variables)
-        }
+        named = {}
+        for group in self.groups:
+            for slot, variables in group.rule.slots.items():
+                for index, variable in enumerate(variables):
+                    named[f"{group.name}.{slot}.{index}"] = variable
+        return named
 
 
 def make_optimizer(

@@ -22,7 +22,7 @@ from cifar_towers.hardware import choose_precision
 from cifar_towers.multi_worker.cluster_spec import Workers
 from cifar_towers.registry import FUNCTIONS, load_function, split_function
 from cifar_towers.towers import Tower
-from cifar_towers.training.distributed_step import towers_here
+from cifar_towers.training.distributed_step import local_towers_of
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -47,10 +47,10 @@ class RunSetup:
         return self.workers.index * count, count
 
 
-def set_up(
+def make_setup(
     config: TrainConfig, source: sources.Source, devices: tuple, workers: Workers
 ) -> RunSetup:
-    """Read the data, and return the setup of a run on the devices that `build.setup_devices`
+    """Read the data, and return the setup of a run on the devices that `build.make_run_devices`
     returned.
 
     Raises:
@@ -59,7 +59,7 @@ def set_up(
     """
     strategy, towers = devices
     dataset = sources.load(source, config.validation_examples, config.image_size)
-    local_towers = towers_here(strategy, towers) if strategy else towers
+    local_towers = local_towers_of(strategy, towers) if strategy else towers
     setup = RunSetup(
         config=config,
         dataset=dataset,

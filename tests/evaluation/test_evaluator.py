@@ -6,7 +6,7 @@ import tensorflow as tf
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation import evaluator
-from cifar_towers.evaluation.evaluator import make_classify_fn, score_split
+from cifar_towers.evaluation.evaluator import Classifier, score_split
 from cifar_towers.training.distributed_step import make_strategy
 
 
@@ -24,7 +24,8 @@ def make_evaluator(every_steps, validation=0, tta=False):
 
     def evaluate(split, weights, non_trainable, tta):
         calls.append((len(split.labels), weights, non_trainable, tta))
-        return f"{weights[0]}, {tta}"
+        views = (False, True) if tta else (False,)
+        return {with_tta: f"{weights[0]}, {with_tta}" for with_tta in views}
 
     values = {name: ([f"{name} weights"], [f"{name} statistics"]) for name in ("raw", "ema")}
     counts = {"validation": validation, "test": 7}
@@ -70,8 +71,9 @@ def test_every_example_counts_once_on_any_number_of_towers(towers, reader, count
     red = labels == np.arange(examples) % 2  # right for a part of them
     images = np.zeros((examples, 32, 32, 3), np.uint8)
     images[:, 0, 0, 0] = 255 * red
-    classify = make_classify_fn(reader, towers(count), Augmentation())
-    found = score_split(classify, Split(images, labels), [tf.one_hot([1], 10)], [])
+    classifier = Classifier(reader, towers(count), Augmentation())
+    split = Split(images, labels)
+    found = score_split(classifier, split, [tf.one_hot([1], 10)], [], tta=False)[False]
 
     # below the mean level the logit of class 1 is negative, and class 0 is the first of the others
     assert (found.count, found.correct, found.confusion.sum()) == (
@@ -89,7 +91,8 @@ def test_larger_images_come_in_smaller_batches(towers, monkeypatch, image_size, 
     x = keras.layers.Lambda(lambda x: seen.append(x.shape[0]) or x)(images)
     model = keras.Model(images, keras.layers.GlobalMaxPooling2D()(x))
     split = Split(np.zeros((10, image_size, image_size, 3), np.uint8), np.arange(10) % 2)
-    found = score_split(make_classify_fn(model, towers(1), Augmentation()), split, [], [])
+    classifier = Classifier(model, towers(1), Augmentation())
+    found = score_split(classifier, split, [], [], tta=False)[False]
 
     assert {*seen} - {None} == {at_once}
     assert found.count == 10
@@ -100,8 +103,9 @@ def test_tta_scores_the_mean_logits_of_its_views(towers, reader):
     images = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), np.uint8)
     kernel = np.random.default_rng(1).normal(size=(1, 10)).astype("f4")
     split = Split(images, np.arange(6))
-    classify = make_classify_fn(reader, towers(2), Augmentation())
-    found = score_split(classify, split, [tf.constant(kernel)], [], tta=True)
+    classifier = Classifier(reader, towers(2), Augmentation())
+    scores = score_split(classifier, split, [tf.constant(kernel)], [], tta=True)
+    plain = score_split(classifier, split, [tf.constant(kernel)], [], tta=False)
     levels = ((images / 255 - 0.4914) / 0.2470)[..., 0]
     padded = np.pad(levels, [(0, 0), (1, 1), (1, 1)], "reflect")
     views = {0.25: [levels], 0.125: [padded[:, :32, :32], padded[:, 2:, 2:]]}
@@ -109,7 +113,8 @@ def test_tta_scores_the_mean_logits_of_its_views(towers, reader):
     logits = red[:, None] * kernel
     expected = np.mean([np.log(np.exp(row).sum()) - row[i] for i, row in enumerate(logits)])
 
-    assert found.loss == pytest.approx(expected, rel=1e-4)
+    assert scores[True].loss == pytest.approx(expected, rel=1e-4)
+    assert scores[False].record() == plain[False].record()
 
 
 def test_two_sets_of_mirrored_weights_are_two(towers):
@@ -123,7 +128,8 @@ def test_two_sets_of_mirrored_weights_are_two(towers):
     split = Split(
         np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3), np.uint8), np.zeros(8, np.int64)
     )
-    classify = make_classify_fn(model, two, Augmentation())
-    one, other = (classify(split.images, values, []) for values in (weights, average))
+    classifier = Classifier(model, two, Augmentation())
+    one = classifier.logits(split.images, weights, [])[False]
+    other = classifier.logits(split.images, average, [])[False]
 
     np.testing.assert_allclose(other, 2 * one, rtol=1e-5)

@@ -167,19 +167,14 @@ def test_what_cannot_be_used_is_refused_by_name(run, here, use, error, named):
 
 @pytest.mark.parametrize("use", [evaluated, lambda run: predicted(run, TEST.images[:3])])
 def test_logits_that_are_not_finite_have_no_class_and_no_score(run, monkeypatch, use):
-    make = predict.make_classify_fn
+    class Overflowing(predict.Classifier):
+        def logits(self, *inputs):
+            found = super().logits(*inputs)
+            for logits in found.values():
+                logits[1] = np.inf
+            return found
 
-    def make_overflowing(*args, **settings):
-        classify = make(*args, **settings)
-
-        def overflow(*inputs):
-            logits = classify(*inputs)
-            logits[1] = np.inf
-            return logits
-
-        return overflow
-
-    monkeypatch.setattr(predict, "make_classify_fn", make_overflowing)
+    monkeypatch.setattr(predict, "Classifier", Overflowing)
     with pytest.raises(DataError, match=str(run)):
         use(run)
 

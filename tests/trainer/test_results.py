@@ -21,7 +21,7 @@ from cifar_towers.inference.evaluate import evaluate_checkpoint
 from cifar_towers.inference.report import render
 from cifar_towers.runs.checkpoint import find_checkpoint, read_checkpoint
 from cifar_towers.runs.table import describe, format_table, read_runs
-from cifar_towers.training.build import make_image_size_fn, setup_devices
+from cifar_towers.training.build import make_image_size_fn, make_run_devices
 from tests.helpers.configs import TINY_NET
 from tests.helpers.messages import lines_with
 from tests.helpers.programs import call
@@ -122,7 +122,12 @@ def test_the_target_is_for_the_weights_that_the_run_reports(tmp_path, monkeypatc
         return Score(np.zeros(100, np.int64), np.eye(10)[(np.arange(100) >= percent).astype(int)])
 
     percents = iter([95, 93, 96, 97, 97, 97])
-    monkeypatch.setattr(trainer, "score_split", lambda *_: score(next(percents)))
+
+    def score_split(classifier, split, weights, non_trainable, tta):
+        views = (False, True) if tta else (False,)
+        return {with_tta: score(next(percents)) for with_tta in views}
+
+    monkeypatch.setattr(trainer, "score_split", score_split)
     settings = {"max_steps": 1, "validation_examples": 500, "tta": True}
     result = run(TINY, tmp_path, target_accuracy=0.94, **settings)
     kinds = [(each["split"], each["weights"], each["tta"]) for each in result["evaluations"]]
@@ -138,7 +143,7 @@ def test_the_target_is_for_the_weights_that_the_run_reports(tmp_path, monkeypatc
 
 def test_an_indivisible_batch_uses_fewer_towers(caplog):
     caplog.set_level("INFO")
-    assert len(setup_devices(replace(TINY, num_gpus=0, batch_size=51))[1]) == 1
+    assert len(make_run_devices(replace(TINY, num_gpus=0, batch_size=51))[1]) == 1
     assert lines_with(caplog.text, "1 of 2 towers", "batch_size=51")
 
 
