@@ -1,7 +1,7 @@
 """CIFAR-10 on towers: synchronous data-parallel training, readable from end to end.
 
 `train` trains a run, and `load_run` reads one. The methods of a `Run` evaluate, predict and export,
-as the programs do. `cifar_towers.towers` is for code of your own.
+as the programs do. `cifar_towers.towers` is for your own code.
 
 Import this package before TensorFlow, which reads environment variables when it is imported. The
 package sets `KERAS_BACKEND`, `TF_CPP_MIN_LOG_LEVEL`, `TF_ENABLE_ONEDNN_OPTS` and

@@ -39,7 +39,7 @@ def check_model(model: str) -> None:
     """
     if model not in MODELS and not split_function(model):
         raise UsageError(
-            f"model={model} is not one of {', '.join(MODELS)}; give a model of your own as "
+            f"model={model} is not one of {', '.join(MODELS)}; give your own model as "
             "package.module:function or path/to/file.py:function"
         )
 
@@ -65,7 +65,7 @@ def check_dataset(dataset: str) -> None:
         )
 
 
-# Functions of the user's own ----------------------------------------------------------------------
+# Functions of the user's ----------------------------------------------------------------------
 
 
 def split_function(name: str) -> tuple[str, str] | None:

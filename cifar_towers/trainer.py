@@ -211,7 +211,7 @@ class Training:
         self.workers = setup.workers
         self.length = setup.length
 
-        augmentation = build.make_own_augmentation(self.config, setup.dataset.info)
+        augmentation = build.make_training_augmentation(self.config, setup.dataset.info)
         self.batches = build.make_batches(
             self.config, setup.dataset.train, setup.rows, setup.local_towers
         )

@@ -14,7 +14,7 @@ import pytest
 
 from cifar_towers.data import synthetic
 from tests.helpers import programs
-from tests.helpers.own_data import write_folder
+from tests.helpers.user_data import write_folder
 
 MAX_TOWERS = 4 if "CIFAR_TOWERS_TEST_ON_GPUS" in os.environ else 8
 

@@ -29,7 +29,7 @@ class TrainedRunConfig(DeviceSettings):
     )
     model: str = setting(
         "",
-        "for a run with a model of your own: the function that makes it, as "
+        "for a run with your own model: the function that makes it, as "
         "package.module:function or path/to/file.py:function, which permits the program to "
         "execute it",
         check=check_model,

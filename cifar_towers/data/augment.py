@@ -23,7 +23,7 @@ class Augmentation(NamedTuple):
     mean: tuple[float, ...] = CIFAR10.mean
     std: tuple[float, ...] = CIFAR10.std
     # the user's, as `load_augmentation` returns it
-    own: Callable[..., tuple[tf.Tensor, tf.Tensor]] | None = None
+    user_function: Callable[..., tuple[tf.Tensor, tf.Tensor]] | None = None
 
     def augment(self, images: tf.Tensor, draws: RandomDraws, image_size: int = 0) -> tf.Tensor:
         """Augment and normalize training images: [B, S, S, 3] uint8 -> [B, T, T, 3] float32.
@@ -56,7 +56,9 @@ class Augmentation(NamedTuple):
         [B] or [B, C].
         """
         images = self.augment(images, draws, image_size)
-        return self.own(images, labels, draws.own) if self.own else (images, labels)
+        if not self.user_function:
+            return images, labels
+        return self.user_function(images, labels, draws.user)
 
     def evaluate(self, images: tf.Tensor) -> tf.Tensor:
         """Normalize test images, or their central crop if `crop` is set: [B, S, S, 3] uint8 -> [B,

@@ -10,7 +10,7 @@ from cifar_towers.data.dataset import Split
 from cifar_towers.errors import UsageError
 from cifar_towers.towers.placement import HOST
 
-NUM_OWN_DRAWS = 8  # of each example, for an augmentation of the user's own
+NUM_USER_DRAWS = 8  # of each example, for an augmentation of the user's
 NUM_PREFETCHED = 2  # batches prepared ahead of the step, in other threads
 
 
@@ -26,7 +26,7 @@ class RandomDraws(NamedTuple):
     contrast: tf.Tensor  # [B] in [-1, 1)
     # [B] int64: number of examples drawn before; seeds layers that draw random numbers
     example_index: tf.Tensor
-    own: tf.Tensor  # [B, 8] in [0, 1) for an augmentation of the user's own; [B, 0] without one
+    user: tf.Tensor  # [B, 8] in [0, 1) for an augmentation of the user's; [B, 0] without one
 
 
 class Batch(NamedTuple):
@@ -48,7 +48,7 @@ class Batches:
       rows: (first, count) of the rows that this worker makes of every batch; by default all.
       flip: `none`; `random`, drawn for each image and epoch; `alternating`, drawn once for each
         image and inverted in every odd epoch (K. Jordan, arXiv 2404.00498).
-      own_augmentation: whether the examples have draws for an augmentation of the user's own.
+      user_augmentation: whether the examples have draws for an augmentation of the user's.
       device: where a stream puts the next batch while a step runs; by default it stays in host
         memory.
 
@@ -63,7 +63,7 @@ class Batches:
         seed: int,
         flip: str = "alternating",
         rows: tuple[int, int] | None = None,
-        own_augmentation: bool = False,
+        user_augmentation: bool = False,
         device: str = "",
     ):
         count = len(split.labels)
@@ -75,7 +75,7 @@ class Batches:
         self.flip = flip
         self._num_examples = count
         self._first_row, self._num_rows = rows or (0, batch_size)
-        self._own_draws = NUM_OWN_DRAWS if own_augmentation else 0
+        self._user_draws = NUM_USER_DRAWS if user_augmentation else 0
         self._device = device
         with tf.device(HOST):
             self._images = tf.constant(split.images)
@@ -116,7 +116,7 @@ class Batches:
         # the user's function, and (seed, -1) for `_flips`.
         seed = tf.cast(self.seed, tf.int64)
         uniform = self._uniform(7, [seed, step])
-        own_uniform = self._uniform(self._own_draws, [-1 - seed, step])
+        user_uniform = self._uniform(self._user_draws, [-1 - seed, step])
         first_index = step * self.batch_size + self._first_row
         draws = RandomDraws(
             flip=self._flips(chosen, epoch, uniform[:, 6]),
@@ -124,7 +124,7 @@ class Batches:
             cutout=uniform[:, 2:4],
             brightness=2 * uniform[:, 4] - 1,
             contrast=2 * uniform[:, 5] - 1,
-            own=own_uniform,
+            user=user_uniform,
             example_index=first_index + tf.range(self._num_rows, dtype=tf.int64),
         )
         return Batch(tf.gather(self._images, chosen), tf.gather(self._labels, chosen), draws)

@@ -1,4 +1,4 @@
-"""Data sets by name: CIFAR-10, the synthetic set, images in files of your own, or any of TensorFlow
+"""Data sets by name: CIFAR-10, the synthetic set, images in your own files, or any of TensorFlow
 Datasets (TFDS).
 """
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cifar_towers.data import cifar10, image_files, own_data, synthetic, tfds_source
+from cifar_towers.data import cifar10, image_files, synthetic, tfds_source, user_data
 from cifar_towers.data.dataset import CIFAR10, SPLITS, Dataset, Split
 from cifar_towers.errors import UsageError, listed, printable
 from cifar_towers.registry import check_dataset, split_path
@@ -45,7 +45,7 @@ def find(dataset: str, data_dir: str = "") -> Source:
     prefix, path = split_path(dataset)
     if prefix:
         root = Path(path).expanduser().absolute()
-        return Source(f"{prefix}{root}", own_data.locate(prefix, root))
+        return Source(f"{prefix}{root}", user_data.locate(prefix, root))
     if dataset == "auto":
         dataset = "cifar10"
         if not cifar10.is_available(data_dir):

@@ -39,7 +39,7 @@ class TrainedModel:
     """The model of a run, rebuilt from its settings on towers, with the weights of one of its
     checkpoints.
 
-    Nothing in a run's directory is executed. A model of the user's own is made by the function that
+    Nothing in a run's directory is executed. A model of the user's is made by the function that
     the user names.
 
     Attributes:
@@ -64,7 +64,7 @@ class TrainedModel:
         settings = TrainConfig(**self.run.config)
         if settings.user_model and not config.model:
             raise UsageError(
-                f"{self.run.directory} has a model of your own, code that must be executed; if "
+                f"{self.run.directory} has your own model, code that must be executed; if "
                 f"you trust it, give --model={settings.model}, or the path where it is now"
             )
         if config.weights == "ema" and not settings.ema_decay:

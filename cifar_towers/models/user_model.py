@@ -1,4 +1,4 @@
-"""A model of the user's own: build it, and check that towers can train it.
+"""A model of the user's: build it, and check that towers can train it.
 
 Towers call a model several times a step, each time with weights, non-trainable values and seeds
 passed in. A layer must not have other state: no `tf.Variable` besides its weights, no random

@@ -153,7 +153,7 @@ class Run:
 
         Args:
           **settings: flags of `cifar-towers evaluate` by name, such as `tta=True`, `split`, `step`,
-            `dataset`, or `model` for a net of your own.
+            `dataset`, or `model` for your own net.
 
         Returns:
           `accuracy` in [0, 1], both ends of its 95 % confidence interval (`interval95`), `loss`
@@ -181,7 +181,7 @@ class Run:
           images: [n, S, S, 3] uint8 levels in the training's size, or paths of image files or of
             folders, or one path. The images of a folder are sorted by name.
           **settings: flags of `cifar-towers predict` by name, such as `tta=True`, `step`, or
-            `model` for a net of your own.
+            `model` for your own net.
 
         Returns:
           Probabilities [n, C] float64, with the classes in the order of `class_names`.
@@ -201,7 +201,7 @@ class Run:
 
         Args:
           **settings: flags of `cifar-towers export` by name, such as `format="onnx"`, `out`, or
-            `model` for a net of your own.
+            `model` for your own net.
 
         Raises:
           RunError: there is no such run or checkpoint, or the export does not agree with the
@@ -221,7 +221,7 @@ class Run:
 
         Args:
           **settings: `step` of the checkpoint (default: the newest), `weights` (`raw` or `ema`;
-            default: the average if there is one), and `model`, which a net of your own needs.
+            default: the average if there is one), and `model`, which your own net needs.
 
         Raises:
           RunError: there is no such checkpoint, or it is damaged.

@@ -16,7 +16,7 @@ from keras.src.utils import naming  # clear_session also ends the graph that is 
 from cifar_towers.config import TrainConfig, schedules
 from cifar_towers.config.train_config import AugmentationSettings, DeviceSettings, OptimizerSettings
 from cifar_towers.data.augment import Augmentation
-from cifar_towers.data.batches import NUM_OWN_DRAWS, Batches
+from cifar_towers.data.batches import NUM_USER_DRAWS, Batches
 from cifar_towers.data.dataset import DatasetInfo, Split, chunks
 from cifar_towers.errors import UsageError
 from cifar_towers.models import MODELS, WEIGHT_DECAYS, user_model
@@ -121,20 +121,20 @@ def make_augmentation(settings: AugmentationSettings, info: DatasetInfo) -> Augm
     return Augmentation(settings, info.mean, info.std)
 
 
-def make_own_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
+def make_training_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmentation:
     """Return the augmentation of a run's training images, with a function of the user's if there is
     one.
     """
     augmentation = make_augmentation(config, info)
     if not config.augment:
         return augmentation
-    own = load_augmentation(
+    user_function = load_augmentation(
         config.augment,
         config.net_image_size,
         len(info.class_names),
         may_mix=not config.hard_example_pool,
     )
-    return augmentation._replace(own=own)
+    return augmentation._replace(user_function=user_function)
 
 
 def make_example_loss(
@@ -241,7 +241,7 @@ def _train_on_towers(
     with place_variables(config, towers):
         state, loss_fn = make_state(config, setup, step_device)
         update = make_update(state, towers, loss_fn, augmentation, **options)
-        compile_whole = config.jit_compile and len(towers) == 1 and not augmentation.own
+        compile_whole = config.jit_compile and len(towers) == 1 and not augmentation.user_function
         train_step = as_tf_function(update, compile_whole)
 
         hard_examples = None
@@ -336,7 +336,7 @@ def make_image_size_fn(config: TrainConfig, length: schedules.RunLength) -> Call
     return image_size_at
 
 
-# An augmentation and a loss of the user's own -----------------------------------------------------
+# An augmentation and a loss of the user's -----------------------------------------------------
 
 
 def load_augmentation(
@@ -368,7 +368,7 @@ def load_augmentation(
 
     random = np.random.default_rng(0)
     images = tf.constant(random.normal(size=[NUM_EXAMPLES, image_size, image_size, 3]), tf.float32)
-    draws = tf.constant(random.random([NUM_EXAMPLES, NUM_OWN_DRAWS]), tf.float32)
+    draws = tf.constant(random.random([NUM_EXAMPLES, NUM_USER_DRAWS]), tf.float32)
     labels = tf.range(NUM_EXAMPLES) % num_classes
     expected = [images, tf.one_hot(labels, num_classes) if takes_labels else labels]
     _check_function(f"augment={name}", lambda: augment(images, labels, draws), expected)

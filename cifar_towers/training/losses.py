@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 import tensorflow as tf
 
 EXAMPLE_LOSS = "example_loss"  # the term of the user's loss, or of the cross entropy
-OWN = "model_losses"  # the term of the losses that the model itself adds, as regularizers do
+# the term of the losses that the model itself adds, as regularizers do
+MODEL_LOSSES = "model_losses"
 
 
 def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
@@ -57,7 +58,8 @@ def make_loss(
         for layer, (index, factor) in weight_losses.items():
             terms[f"{layer}/weight_loss"] = factor * tf.nn.l2_loss(weights[index])
         if model_losses:
-            terms[OWN] = tf.add_n([tf.cast(loss, mean_loss.dtype) for loss in model_losses])
+            added = [tf.cast(loss, mean_loss.dtype) for loss in model_losses]
+            terms[MODEL_LOSSES] = tf.add_n(added)
         return terms | {"total_loss": tf.add_n(list(terms.values()))}
 
     return loss

@@ -156,7 +156,7 @@ class TowerStep:
             return mean_of_results(total, self.micro_batches)
 
         weights, non_trainable = self.state.read_variables()
-        compile_augment = self.state.jit_compile and not self.augmentation.own
+        compile_augment = self.state.jit_compile and not self.augmentation.user_function
         augment = xla_compiled(augment, compile_augment)
         accumulate = xla_compiled(accumulate, self.state.jit_compile)
 

@@ -20,7 +20,7 @@ def draws(count, **given):
         "brightness": zeros,
         "contrast": zeros,
     }
-    neutral |= {"own": np.zeros((count, 0))}
+    neutral |= {"user": np.zeros((count, 0))}
     types = {"flip": tf.bool, "example_index": tf.int64}
     values = neutral | {"example_index": np.arange(count)} | given
     return RandomDraws(

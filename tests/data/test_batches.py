@@ -39,7 +39,7 @@ def test_epoch_has_each_example_at_most_once_with_its_label():
 )
 def test_batches_are_those_of_earlier_versions(seed, step, flip, own, digest):
     """A run goes on with them after an update. Another digest needs another recipe or seed."""
-    batches = Batches(synthetic.make(60, 0, 0), 16, seed, flip, own_augmentation=own)
+    batches = Batches(synthetic.make(60, 0, 0), 16, seed, flip, user_augmentation=own)
     found = hashlib.sha256()
     for tensor in tf.nest.flatten(batches.at(step)):
         found.update(np.ascontiguousarray(tensor.numpy()).tobytes())

@@ -15,8 +15,8 @@ from cifar_towers.config.flags import parse_command_line
 from cifar_towers.data import sources, synthetic
 from tests.docs.test_readme import CONFIGS
 from tests.helpers import short_runs
-from tests.helpers.own_data import write_arrays, write_folder, write_table
 from tests.helpers.programs import call, make
+from tests.helpers.user_data import write_arrays, write_folder, write_table
 
 ROOT = Path(__file__).parents[2]
 PAGES = [(ROOT / f"docs/{name}.md").read_text() for name in ("training", "your-own", "inference")]

@@ -27,7 +27,7 @@ class StepRun:
             workers=ALONE,
             length=RunLength(self.batches.steps_per_epoch, 100, 100),
         )
-        augmentation = build.make_own_augmentation(config, examples.info)
+        augmentation = build.make_training_augmentation(config, examples.info)
         self.state, self.train_step, self.hard_examples = build.make_training(setup, augmentation)
         self.selected = None  # the hard examples of the last step
         self.proxy_metrics = None

@@ -30,9 +30,9 @@ from cifar_towers.runs.checkpoint import list_checkpoints
 from examples import corruptions
 from tests.helpers import nets
 from tests.helpers.configs import TINY_NET
-from tests.helpers.own_data import write_arrays, write_folder
 from tests.helpers.short_runs import run as train
 from tests.helpers.short_runs import small_runs
+from tests.helpers.user_data import write_arrays, write_folder
 
 TRAIN = synthetic.make(400, 0, 0)
 TEST = synthetic.make(200, 0, 1)

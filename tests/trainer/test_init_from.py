@@ -16,8 +16,8 @@ from cifar_towers.runs.checkpoint import (
     read_checkpoint,
 )
 from tests.helpers.messages import lines_with
-from tests.helpers.own_data import write_folder
 from tests.helpers.short_runs import TINY, run, stopped_after
+from tests.helpers.user_data import write_folder
 
 FINETUNE = replace(
     TINY, max_steps=4, learning_rate=0.02, keep_checkpoints=9, lookahead=True, num_gpus=2

@@ -26,7 +26,7 @@ SETTINGS = {
 def make_run(towers, examples, **settings):
     """Return a run, and the function that computes its diagnostics."""
     run = StepRun(towers, examples, TrainConfig(**SETTINGS | settings))
-    augmentation = build.make_own_augmentation(run.config, CIFAR10)
+    augmentation = build.make_training_augmentation(run.config, CIFAR10)
     return (
         run,
         augmentation,

@@ -14,7 +14,7 @@ from cifar_towers.data import synthetic
 from cifar_towers.data.dataset import CIFAR10
 from cifar_towers.towers.placement import tower_devices
 from cifar_towers.training import build
-from cifar_towers.training.losses import OWN
+from cifar_towers.training.losses import MODEL_LOSSES
 from cifar_towers.training.runner import StepInput, StepRunner
 from cifar_towers.training.step import StepGradients, StepMetrics
 from tests.helpers import operations
@@ -286,7 +286,7 @@ def test_model_losses_are_added_once(towers, examples):
         for name in ("regularized", "plain")
     )
 
-    assert float(metrics.losses[OWN]) == pytest.approx(1e-3 * np.sum(kernel**2))
+    assert float(metrics.losses[MODEL_LOSSES]) == pytest.approx(1e-3 * np.sum(kernel**2))
 
     further = without.weights[0].numpy() - with_loss.weights[0].numpy()
     np.testing.assert_allclose(further, np.float32(0.05) * 2e-3 * kernel, rtol=1e-6)

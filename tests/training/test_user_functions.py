@@ -85,9 +85,9 @@ def test_the_step_trains_on_what_the_augmentation_returns(train, file, examples)
     logits_of = run.state.model
     images = build.make_augmentation(run.config, examples.info).augment(batch.images, batch.draws)
     mixed, labels = load_augmentation(f"{file}:mixup", 24, 10)(
-        images, batch.labels, batch.draws.own
+        images, batch.labels, batch.draws.user
     )
-    share = np.maximum(batch.draws.own[:, 0], 1 - batch.draws.own[:, 0])
+    share = np.maximum(batch.draws.user[:, 0], 1 - batch.draws.user[:, 0])
     pairs = np.arange(24).reshape(-1, 2)[:, ::-1].ravel()
     one_hot = np.eye(10)[batch.labels]
 

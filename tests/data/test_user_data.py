@@ -10,7 +10,7 @@ from cifar_towers.data import image_files, sources, synthetic
 from cifar_towers.errors import DataError, UsageError
 from cifar_towers.registry import PREFIXES
 from tests.helpers.messages import lines_with
-from tests.helpers.own_data import write_arrays, write_folder, write_table
+from tests.helpers.user_data import write_arrays, write_folder, write_table
 
 TRAIN = synthetic.make(60, 0, 0)
 TEST = synthetic.make(40, 0, 1)

@@ -1,4 +1,4 @@
-"""Data sets of the user's own: a folder of pictures by class, a table (CSV) of pictures, or a file
+"""Data sets of the user's: a folder of pictures by class, a table (CSV) of pictures, or a file
 of arrays (.npz).
 """
 
