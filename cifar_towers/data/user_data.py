@@ -287,15 +287,7 @@ def _scan_arrays(path: Path) -> Scanned:
     """Read the arrays of a file. Without `class_names`, the names of the classes are their
     numbers.
     """
-    with path.open("rb") as file:
-        if not zipfile.is_zipfile(file):
-            raise ValueError("it is not an .npz file, as numpy.savez writes it")
-        try:
-            with np.load(file, allow_pickle=False) as saved:
-                arrays = {name: saved[name] for name in saved.files}
-        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-            raise ValueError(f"it is damaged ({error_text(error)})") from error
-
+    arrays = _load_arrays(path)
     names = arrays.pop("class_names", None)
     present = [split for split in SPLITS if f"x_{split}" in arrays]
     wanted = [f"x_{split}" for split in present] + [f"y_{split}" for split in present]
@@ -306,20 +298,9 @@ def _scan_arrays(path: Path) -> Scanned:
     for split in present:
         images = arrays[f"x_{split}"]
         labels = arrays[f"y_{split}"]
-
-        is_square = (
-            images.ndim in (3, 4)
-            and images.shape[1] == images.shape[2]
-            and images.shape[3:] in ((), (3,))
-        )
-        if images.dtype != np.uint8 or not is_square or images.max() < 2:
-            raise ValueError(
-                f"x_{split} is {images.dtype} {images.shape}, up to {images.max()}; {IMAGES}"
-            )
-        if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
-            raise ValueError(f"y_{split} is {labels.dtype} {labels.shape}; {LABELS}")
-
-        names = np.arange(int(labels.max()) + 1) if names is None else names
+        _check_arrays(split, images, labels)
+        if names is None:
+            names = np.arange(int(labels.max()) + 1)
         if labels.min() < 0 or labels.max() >= len(names):
             raise ValueError(
                 f"y_{split} is {labels.min()} to {labels.max()}, of {len(names)} classes; {LABELS}"
@@ -328,11 +309,37 @@ def _scan_arrays(path: Path) -> Scanned:
         rows = [ArrayRow(index, levels) for index, levels in enumerate(images)]
         splits[split] = rows, labels.astype(np.int64)
 
+    assert names is not None  # as there is a split
     if names.dtype.kind not in "Uiu":
         raise ValueError(f"class_names is {names.dtype}; names must be text")
     if len({*names.tolist()}) < len(names):
         raise ValueError("class_names has a name twice")
     return tuple(map(str, names.tolist())), splits
+
+
+def _load_arrays(path: Path) -> dict[str, np.ndarray]:
+    with path.open("rb") as file:
+        if not zipfile.is_zipfile(file):
+            raise ValueError("it is not an .npz file, as numpy.savez writes it")
+        try:
+            with np.load(file, allow_pickle=False) as saved:
+                return {name: saved[name] for name in saved.files}
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+            raise ValueError(f"it is damaged ({error_text(error)})") from error
+
+
+def _check_arrays(split: str, images: np.ndarray, labels: np.ndarray) -> None:
+    """Raise ValueError unless the arrays of a split are square images, and a label of each."""
+    is_square = images.ndim in (3, 4) and images.shape[1] == images.shape[2]
+    has_colors = images.shape[3:] in ((), (3,))
+    # levels up to 1 are those of floats that were cast
+    is_image = images.dtype == np.uint8 and is_square and has_colors and images.max() >= 2
+    if not is_image:
+        raise ValueError(
+            f"x_{split} is {images.dtype} {images.shape}, up to {images.max()}; {IMAGES}"
+        )
+    if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
+        raise ValueError(f"y_{split} is {labels.dtype} {labels.shape}; {LABELS}")
 
 
 SCANS = {FOLDER: _scan_folder, CSV: _scan_table, NPZ: _scan_arrays}

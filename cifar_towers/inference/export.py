@@ -65,28 +65,36 @@ def export_model(config: ExportConfig) -> None:
         path = directory / file
         write_model(make_portable_model(trained), path, config.format)
         (directory / CLASSES).write_text("".join(f"{name}\n" for name in trained.info.class_names))
+
         checked = "not checked"
         if source:
             test = sources.load_split(source, "test", trained.info.image_size)
-            images = test.images[: config.check]
-            read = make_reader(path)
-            starts = range(0, len(images), BATCH_SIZE)
-            found = np.concatenate([read(images[start : start + BATCH_SIZE]) for start in starts])
-            difference = np.abs(found - trained.probabilities(images)).max()
-            checked = (
-                f"on {len(images):,} test images the largest difference of a probability is "
-                f"{difference:.1e}"
-            )
-            if not difference <= MAX_DIFFERENCE:  # also if it is NaN
-                raise RunError(
-                    f"{checked}, more than the {MAX_DIFFERENCE:.0e} that rounding explains; "
-                    "nothing is kept"
-                )
+            checked = _check(make_reader(path), trained, test.images[: config.check])
         directory.rename(out)
     print(
         f"{out}: {trained.run.directory} at step {trained.metadata['step']}, {trained.weights} "
         f"weights; {checked}"
     )
+
+
+def _check(read: ReadFn, trained: TrainedModel, images: np.ndarray) -> str:
+    """Compare an exported model with the checkpoint; return the line that says how far they differ.
+
+    Raises:
+      RunError: they differ by more than rounding.
+    """
+    starts = range(0, len(images), BATCH_SIZE)
+    found = np.concatenate([read(images[start : start + BATCH_SIZE]) for start in starts])
+    difference = np.abs(found - trained.probabilities(images)).max()
+    checked = (
+        f"on {len(images):,} test images the largest difference of a probability is "
+        f"{difference:.1e}"
+    )
+    if not difference <= MAX_DIFFERENCE:  # also if it is NaN
+        raise RunError(
+            f"{checked}, more than the {MAX_DIFFERENCE:.0e} that rounding explains; nothing is kept"
+        )
+    return checked
 
 
 @contextlib.contextmanager

@@ -78,23 +78,12 @@ def check_model(
             f"--model has the output shape {model.output_shape}, not (None, {num_classes}) of "
             "logits"
         )
-    keys = [checkpoint_key(variable) for variable in model.variables]
-    duplicates = [key for key in keys if keys.count(key) > 1]
-    if duplicates:
-        raise UsageError(
-            f"--model has two variables called {duplicates[0]}; give the layers different names"
-        )
-    narrow = [v.path for v in model.variables if _is_narrow(tf.as_dtype(v.dtype))]
-    if narrow:
-        raise UsageError(f"--model rounds {narrow[0]} to 16 bits; leave out the layer's dtype")
     if not tf.as_dtype(model.inputs[0].dtype).is_floating:
         raise UsageError(
             "--model takes integers, and images come normalized, as floats; leave out the Input's "
             "dtype"
         )
-    constrained = [v.path for v in model.trainable_variables if v.constraint]
-    if constrained:
-        raise UsageError(f"--model has a constraint on {constrained[0]}; leave it out")
+    _check_variables(model)
     norm = synchronized_norm(model)
     if norm and not synchronized:
         raise UsageError(
@@ -113,6 +102,22 @@ def check_model(
             "BatchNormalization"
         )
     _check_outputs(model, image_size)
+
+
+def _check_variables(model: Functional) -> None:
+    """Raise UsageError if checkpoints or towers would not keep a variable as the model does."""
+    keys = [checkpoint_key(variable) for variable in model.variables]
+    duplicates = [key for key in keys if keys.count(key) > 1]
+    if duplicates:
+        raise UsageError(
+            f"--model has two variables called {duplicates[0]}; give the layers different names"
+        )
+    narrow = [v.path for v in model.variables if _is_narrow(tf.as_dtype(v.dtype))]
+    if narrow:
+        raise UsageError(f"--model rounds {narrow[0]} to 16 bits; leave out the layer's dtype")
+    constrained = [v.path for v in model.trainable_variables if v.constraint]
+    if constrained:
+        raise UsageError(f"--model has a constraint on {constrained[0]}; leave it out")
 
 
 def _is_narrow(dtype: tf.DType) -> bool:

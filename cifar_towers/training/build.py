@@ -159,31 +159,40 @@ def make_model(
     Raises:
       UsageError: a user's model cannot be built, or towers cannot train it.
     """
-    image_size = config.net_image_size
-    num_classes = len(info.class_names)
-    is_synchronized = config.batch_statistics == "synchronized"
-    policy = POLICIES[precision]
     if train is not None:
         keras.utils.set_random_seed(config.seed)
-    if config.user_model:
-        naming.reset_uids()  # layers without a name are called the same in every process
-        model = user_model.build_model(
-            load_function("model", config.model), image_size, num_classes, policy
-        )
-        if train is not None:
-            user_model.check_model(model, image_size, num_classes, is_synchronized)
-    else:
-        options: dict[str, Any] = {"dtype": policy, "num_classes": num_classes}
-        if config.model not in SPEEDNETS:
-            options["image_size"] = image_size
-        elif train is not None:
-            parts = chunks(train.images[: config.whitening_images], MAX_WHITENING_PIXELS)
-            normalize = make_augmentation(config, info).evaluate
-            options["whitening"] = whitening_kernel(normalize(images).numpy() for images in parts)
-        model = MODELS[config.model](**options)
-    if is_synchronized:
+    make = _make_user_model if config.user_model else _make_built_in_model
+    model = make(config, POLICIES[precision], info, train)
+    if config.batch_statistics == "synchronized":
         synchronize(model)
     return model
+
+
+def _make_user_model(
+    config: TrainConfig, policy: str, info: DatasetInfo, train: Split | None
+) -> keras.Model:
+    naming.reset_uids()  # layers without a name are called the same in every process
+    image_size = config.net_image_size
+    num_classes = len(info.class_names)
+    function = load_function("model", config.model)
+    model = user_model.build_model(function, image_size, num_classes, policy)
+    if train is not None:
+        is_synchronized = config.batch_statistics == "synchronized"
+        user_model.check_model(model, image_size, num_classes, is_synchronized)
+    return model
+
+
+def _make_built_in_model(
+    config: TrainConfig, policy: str, info: DatasetInfo, train: Split | None
+) -> keras.Model:
+    options: dict[str, Any] = {"dtype": policy, "num_classes": len(info.class_names)}
+    if config.model not in SPEEDNETS:
+        options["image_size"] = config.net_image_size
+    elif train is not None:
+        parts = chunks(train.images[: config.whitening_images], MAX_WHITENING_PIXELS)
+        normalize = make_augmentation(config, info).evaluate
+        options["whitening"] = whitening_kernel(normalize(images).numpy() for images in parts)
+    return MODELS[config.model](**options)
 
 
 def make_loss_fn(config: TrainConfig, model: keras.Model) -> Callable:
@@ -244,21 +253,16 @@ def _train_on_towers(
         compile_whole = config.jit_compile and len(towers) == 1 and not augmentation.user_function
         train_step = as_tf_function(update, compile_whole)
 
-        hard_examples = None
-        if config.hard_example_pool:
-            with tf.name_scope(PROXY):
-                proxy, proxy_loss = make_state(proxy_config(config), setup, step_device)
-            proxy_update = make_update(proxy, towers, proxy_loss, augmentation, **options)
-            example_loss = make_example_loss(config, len(setup.dataset.info.class_names))
-            hard_examples = HardExamples(
-                proxy,
-                proxy_update,
-                towers,
-                example_loss,
-                augmentation,
-                config.batch_size,
-                **options,
-            )
+        if not config.hard_example_pool:
+            return state, train_step, None
+
+        with tf.name_scope(PROXY):
+            proxy, proxy_loss = make_state(proxy_config(config), setup, step_device)
+        proxy_update = make_update(proxy, towers, proxy_loss, augmentation, **options)
+        example_loss = make_example_loss(config, len(setup.dataset.info.class_names))
+        hard_examples = HardExamples(
+            proxy, proxy_update, towers, example_loss, augmentation, config.batch_size, **options
+        )
     return state, train_step, hard_examples
 
 
