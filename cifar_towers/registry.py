@@ -23,11 +23,7 @@ from cifar_towers.errors import UsageError
 SPEEDNETS = ("speednet93", "speednet94", "speednet95", "speednet96", "speednet_proxy")
 MODELS = ("cifarnet", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110", *SPEEDNETS)
 # `training.optimizers.make_optimizer` has the update rules of each
-OPTIMIZERS = (
-    "momentum",
-    "muon",
-    "adamw",
-)
+OPTIMIZERS = ("momentum", "muon", "adamw")
 FUNCTIONS = ("model", "augment", "loss")  # settings that may name a function of the user's
 BUILT_IN = ("cifar10", "synthetic", "auto")
 PREFIXES = FOLDER, CSV, NPZ = "folder:", "csv:", "npz:"  # of the names of data sets at a path

@@ -10,11 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 # USR1: what Slurm sends before the time is up
-STOP_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # `timeout` and schedulers signal a process, and at once its group: that is one signal
 REPEAT_SECONDS = 0.1
 

@@ -17,14 +17,7 @@ from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
-from cifar_towers.errors import (
-    DivergedError,
-    Interrupted,
-    RunError,
-    UsageError,
-    error_line,
-    listed,
-)
+from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError, error_line, listed
 from cifar_towers.evaluation.evaluator import Classifier, Evaluator, score_split
 from cifar_towers.evaluation.score import reported_score
 from cifar_towers.hardware import describe_processor

@@ -68,9 +68,7 @@ def main() -> None:
         sys.exit(error_line(error))
 
 
-def parse_arguments(
-    arguments: Sequence[str] | None = None,
-) -> tuple[argparse.Namespace, list[str]]:
+def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """Return the arguments of a benchmark, and the flags that it passes on to its trainings."""
     parser = argparse.ArgumentParser(
         description=__doc__,

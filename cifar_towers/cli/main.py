@@ -22,12 +22,7 @@ from cifar_towers.signals import StopSignals
 log = logging.getLogger(__name__)
 
 # in a process of its own; flags are appended
-TRAIN_COMMAND = [
-    sys.executable,
-    "-m",
-    "cifar_towers",
-    "train",
-]
+TRAIN_COMMAND = [sys.executable, "-m", "cifar_towers", "train"]
 USAGE = """CIFAR-10 on towers: copies of the model that share each batch, one on each GPU.
 
 {programs}

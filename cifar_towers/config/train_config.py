@@ -16,15 +16,7 @@ from typing import Any
 
 from cifar_towers import registry
 from cifar_towers.config import schedules
-from cifar_towers.config.settings import (
-    EXPERIMENT,
-    PROCESS,
-    RECIPE,
-    RUN,
-    SEED,
-    Settings,
-    setting,
-)
+from cifar_towers.config.settings import EXPERIMENT, PROCESS, RECIPE, RUN, SEED, Settings, setting
 from cifar_towers.errors import UsageError, count
 from cifar_towers.registry import (
     FUNCTIONS,
@@ -73,10 +65,7 @@ class DeviceSettings(Settings):
     title = "Towers"
 
     num_gpus: int = setting(
-        0,
-        "number of towers; 0: one per GPU, or two without GPUs",
-        low=0,
-        scope=EXPERIMENT,
+        0, "number of towers; 0: one per GPU, or two without GPUs", low=0, scope=EXPERIMENT
     )
     soft_placement: bool = setting(True, "logical devices in place of missing GPUs", scope=RUN)
     deterministic: bool = setting(

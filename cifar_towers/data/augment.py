@@ -166,11 +166,7 @@ def tta_views(images: tf.Tensor) -> list[tuple[float, tf.Tensor]]:
     """
     padded = tf.pad(images, [[0, 0], [1, 1], [1, 1], [0, 0]], "REFLECT")
     views = []
-    for weight, view in (
-        (0.25, images),
-        (0.125, padded[:, :-2, :-2]),
-        (0.125, padded[:, 2:, 2:]),
-    ):
+    for weight, view in ((0.25, images), (0.125, padded[:, :-2, :-2]), (0.125, padded[:, 2:, 2:])):
         mirrored = tf.reverse(view, [2])
         views += [(weight, view), (weight, mirrored)]
     return views

@@ -24,11 +24,7 @@ class DatasetInfo(NamedTuple):
     class_names: tuple[str, ...] = CLASSES
     image_size: int = 32  # pixels
     # per channel of the training images, levels 0..255
-    mean: tuple[float, ...] = (
-        125.307,
-        122.961,
-        113.8575,
-    )
+    mean: tuple[float, ...] = (125.307, 122.961, 113.8575)
     std: tuple[float, ...] = (62.985, 62.0925, 66.708)
 
     @classmethod

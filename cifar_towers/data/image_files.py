@@ -15,14 +15,7 @@ from cifar_towers.hardware import available_cores
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")
 # of the pictures in a folder, in any case
-SUFFIXES = (
-    ".jpg",
-    ".jpeg",
-    ".png",
-    ".gif",
-    ".bmp",
-    ".webp",
-)
+SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp")
 MAX_PIXELS = 25_000_000
 
 

@@ -12,23 +12,14 @@ import numpy as np
 from PIL import Image
 
 from cifar_towers.data import image_files
-from cifar_towers.data.dataset import (
-    CLASSES,
-    DatasetInfo,
-    Split,
-    fifth_of_each_class,
-    moments,
-)
+from cifar_towers.data.dataset import CLASSES, DatasetInfo, Split, fifth_of_each_class, moments
 from cifar_towers.errors import DataError, error_line
 
 log = logging.getLogger(__name__)
 
 Builder: TypeAlias = Any  # tfds.core.DatasetBuilder; importing TFDS takes seconds
 # builders that number CIFAR-10's classes and do not name them
-UNNAMED = (
-    "cifar10_1",
-    "cifar10_corrupted",
-)
+UNNAMED = ("cifar10_1", "cifar10_corrupted")
 
 
 def tfds_directory(data_dir: str = "") -> Path:

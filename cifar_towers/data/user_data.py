@@ -17,13 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from cifar_towers.data import image_files
-from cifar_towers.data.dataset import (
-    SPLITS,
-    DatasetInfo,
-    Split,
-    fifth_of_each_class,
-    moments,
-)
+from cifar_towers.data.dataset import SPLITS, DatasetInfo, Split, fifth_of_each_class, moments
 from cifar_towers.errors import DataError, error_text, listed, printable
 from cifar_towers.registry import CSV, FOLDER, NPZ
 

@@ -117,9 +117,7 @@ def reported_score(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | 
     test-time augmentation comes before none. The accuracy has no influence on the choice.
     """
     return max(
-        records,
-        key=lambda r: (r["split"] == "test", r["weights"] == "ema", r["tta"]),
-        default=None,
+        records, key=lambda r: (r["split"] == "test", r["weights"] == "ema", r["tta"]), default=None
     )
 
 

@@ -19,11 +19,7 @@ from cifar_towers.evaluation.evaluator import Classifier
 from cifar_towers.evaluation.score import softmax
 from cifar_towers.files import to_json
 from cifar_towers.hardware import choose_precision
-from cifar_towers.models.keras_models import (
-    checkpoint_key,
-    finish_restoring,
-    variable_values,
-)
+from cifar_towers.models.keras_models import checkpoint_key, finish_restoring, variable_values
 from cifar_towers.runs.checkpoint import find_checkpoint, read_checkpoint
 from cifar_towers.runs.directory import assign, saved_code
 from cifar_towers.runs.run import load_run

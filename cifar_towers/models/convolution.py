@@ -18,19 +18,9 @@ from cifar_towers.hardware import processor_features, xla_runs
 Padding: TypeAlias = Sequence[tuple[int, int]]  # before and after each of the axes [B, H, W, C]
 
 # pixels of a tile's side, m; with larger ones float32 loses more than a digit or two
-WINOGRAD_TILES = (
-    2,
-    3,
-    4,
-)
+WINOGRAD_TILES = (2, 3, 4)
 # of the Cook-Toom algorithm, which has the first m + 1 of them and infinity
-WINOGRAD_POINTS = (
-    0,
-    1,
-    -1,
-    2,
-    -2,
-)
+WINOGRAD_POINTS = (0, 1, -1, 2, -2)
 
 
 def conv2d(

@@ -18,12 +18,7 @@ from cifar_towers.errors import DataError, DivergedError, UsageError, interrupt_
 from cifar_towers.signals import StopSignals
 
 # a restart would not help
-FINAL = (
-    0,
-    UsageError.exit_code,
-    DataError.exit_code,
-    DivergedError.exit_code,
-)
+FINAL = (0, UsageError.exit_code, DataError.exit_code, DivergedError.exit_code)
 # for the other workers to exit once one has failed; then they are killed
 EXIT_TIMEOUT_SECONDS = 15.0
 # a process, and the thread that prints its output

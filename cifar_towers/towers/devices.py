@@ -40,10 +40,7 @@ class Tower:
 
 
 def make_towers(
-    num_towers: int = 0,
-    *,
-    soft_placement: bool | None = True,
-    multi_worker: bool = False,
+    num_towers: int = 0, *, soft_placement: bool | None = True, multi_worker: bool = False
 ) -> list[Tower]:
     """Configure and initialize TensorFlow's devices for `num_towers` towers, and return the towers.
 

@@ -23,11 +23,7 @@ from cifar_towers.towers.make_parallel import (
 # Distance between the seeds of neighboring towers. Keras draws its default seeds below it.
 TOWER_SEED_STRIDE = 1_000_000_007
 # methods of saving, and one of former versions
-NOT_OF_FIT = (
-    "loss",
-    "get_compile_config",
-    "compile_from_config",
-)
+NOT_OF_FIT = ("loss", "get_compile_config", "compile_from_config")
 # what a parallel model takes from the original: files, and which variables are trained
 OF_ORIGINAL = (
     *(

@@ -330,10 +330,7 @@ def make_slot(variable: tf.Variable, name: str, value: tf.Tensor | None = None) 
     """
     value = tf.zeros(variable.shape, variable.dtype) if value is None else value
     # the variable's name includes its scopes already
-    with (
-        tf.name_scope(""),
-        pin_to_device(variable.device),
-    ):
+    with tf.name_scope(""), pin_to_device(variable.device):
         return tf.Variable(value, trainable=False, name=f"{variable_name(variable)}/{name}")
 
 

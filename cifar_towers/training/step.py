@@ -20,12 +20,7 @@ from cifar_towers.towers import (
     run_on_towers_synchronized,
     split_batch,
 )
-from cifar_towers.towers.gradients import (
-    Gradient,
-    add_gradients,
-    average_tensors,
-    scale_gradient,
-)
+from cifar_towers.towers.gradients import Gradient, add_gradients, average_tensors, scale_gradient
 from cifar_towers.towers.placement import HOST
 from cifar_towers.training.losses import EXAMPLE_LOSS
 from cifar_towers.training.state import TrainState, xla_compiled
@@ -131,11 +126,7 @@ class TowerStep:
     """
 
     def __init__(
-        self,
-        state: TrainState,
-        loss_fn: Callable,
-        augmentation: Augmentation,
-        micro_batches: int,
+        self, state: TrainState, loss_fn: Callable, augmentation: Augmentation, micro_batches: int
     ):
         self.state = state
         self.loss_fn = loss_fn
