@@ -50,7 +50,10 @@ evaluate: .venv/ready  ## score a checkpoint of a run: ARGS='--train_dir=runs/sp
 predict: .venv/ready  ## classify images: ARGS='--train_dir=runs/speed94-seed0 picture.jpg folder/'
 	@$(BIN)/cifar-towers predict $(ARGS)
 
-export: .venv/$(if $(filter %onnx %litert,$(ARGS)),export-)ready  ## write a model for use elsewhere: ARGS='--train_dir=runs/... --format=onnx'
+# these two formats need more packages
+EXPORT_READY := $(if $(filter %onnx %litert,$(ARGS)),.venv/export-ready,.venv/ready)
+
+export: $(EXPORT_READY)  ## write a model for use elsewhere: ARGS='--train_dir=runs/... --format=onnx'
 	@$(BIN)/cifar-towers export $(ARGS)
 
 tensorboard: .venv/ready  ## open runs/ at http://localhost:6006

@@ -18,9 +18,9 @@ from cifar_towers.data import sources
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError, error_line, listed
-from cifar_towers.evaluation.evaluator import Classifier, Evaluator, score_split
+from cifar_towers.evaluation.evaluator import Classifier, Evaluator
 from cifar_towers.evaluation.score import reported_score
-from cifar_towers.hardware import describe_processor
+from cifar_towers.hardware import describe_processor, gpu_names
 from cifar_towers.models.keras_models import finish_restoring
 from cifar_towers.multi_worker import coordination
 from cifar_towers.multi_worker.cluster_spec import Workers
@@ -76,8 +76,8 @@ def train(
         setup = make_setup(config, source, devices, workers)
         with callbacks.until_end():
             training = Training(setup, directory, signals, callbacks, timer)
-            with signals.recorded(), training.opened() as step:
-                step = train_from(step, training)
+            with signals.recorded(), training.opened() as first_step:
+                step = train_from(first_step, training)
                 saved = training.save_now(step, wait=True)
             if signals.received and workers.size == 1:  # while the last step was saved
                 training.stop_signal = signals.received
@@ -168,6 +168,8 @@ def describe_computation(setup: RunSetup) -> dict[str, Any]:
         "threads": tf.config.threading.get_intra_op_parallelism_threads(),
         "strategy": setup.config.strategy,
         "jit_compile": setup.config.jit_compile,
+        "deterministic": setup.config.deterministic,
+        "GPUs": ", ".join(gpu_names()),
         "TensorFlow": tf.__version__,
         "Keras": keras.__version__,
         "oneDNN": os.environ.get("TF_ENABLE_ONEDNN_OPTS"),
@@ -237,7 +239,7 @@ class Training:
         )
         dataset = self.setup.dataset
         return Evaluator(
-            functools.partial(score_split, classifier),
+            classifier,
             {"validation": dataset.validation, "test": dataset.test},
             self.state.evaluation_weights(),
             self.config.evaluate_every_steps(self.length),
@@ -335,24 +337,38 @@ class Training:
         needed, as for a summary, and after a compilation.
         """
         inputs = self.make_input(step, batch)
-        is_summarized = self.logger.is_summary_step(step + 1)
-        is_new = not self.runner.is_traced(inputs)
-
-        with self.timer.phase("compile" if is_new else "train"):
-            if is_new:
-                self.trace(inputs)
-            finished = self.runner.start(inputs, keep_gradients=is_summarized)
-            if not is_new:
-                self.timer.note_start(finished[-1].end if finished else None)
-            if is_new or self.is_awaited(step + 1):
-                finished += self.runner.finish()
-
-        if is_new:
-            self.timer.end_compilation()
+        if self.runner.is_traced(inputs):
+            finished = self.run_traced(inputs)
         else:
-            self.timer.end_step(self.config.batch_size * len(finished))
-        self.evaluations = []
+            finished = self.trace_and_run(inputs)
+        self.evaluations = []  # those were of the step before
         return finished
+
+    def run_traced(self, inputs: StepInput) -> list[FinishedStep]:
+        """Start a step like others before, and wait for it only if its metrics are needed."""
+        with self.timer.phase("train"):
+            finished = self.start(inputs)
+            self.timer.note_idle(finished[-1].end if finished else None)
+            if self.is_awaited(inputs.step + 1):
+                finished += self.runner.finish()
+        self.timer.end_step(self.config.batch_size * len(finished))
+        return finished
+
+    def trace_and_run(self, inputs: StepInput) -> list[FinishedStep]:
+        """Trace a step of a new image size or with other active parameter groups, and wait for
+        it.
+        """
+        with self.timer.phase("compile"):
+            self.trace(inputs)
+            finished = self.start(inputs)
+            finished += self.runner.finish()
+        self.timer.end_compilation()
+        return finished
+
+    def start(self, inputs: StepInput) -> list[FinishedStep]:
+        """Start a traced step; return the one before it, or [] if that has been returned."""
+        is_summarized = self.logger.is_summary_step(inputs.step + 1)
+        return self.runner.start(inputs, keep_gradients=is_summarized)
 
     def make_input(self, step: int, batch: Batch) -> StepInput:
         """Return what the step needs that follows after `step` steps."""
@@ -361,7 +377,7 @@ class Training:
         return StepInput(step, batch, rates, self.image_size_at(step), signal)
 
     def trace(self, inputs: StepInput) -> None:
-        """Trace a step of a new image size or with other active parameter groups."""
+        """Trace a step, and show the first one as a graph."""
         is_first = not self.runner.traced
         self.logger.progress.activity("compiling the step")
         function = self.runner.trace(inputs)

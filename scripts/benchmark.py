@@ -168,13 +168,12 @@ def make_cases(counts: Sequence[int], has_gpus: bool) -> list[str]:
     """Return the cases to compare as flags, for each number of towers."""
     cases = []
     for count in counts:
-        ways = [f"--variable_placement={name}" for name in PLACEMENTS]
+        placements = list(PLACEMENTS)
+        if count == 1:  # a CPU alone has only one place
+            placements = ["cpu", "round_robin"] if has_gpus else ["cpu"]
+        ways = [f"--variable_placement={name}" for name in placements]
         if count > 1:
             ways.append("--strategy=mirrored")
-        elif has_gpus:
-            ways = ["--variable_placement=cpu", "--variable_placement=round_robin"]
-        else:
-            ways = ["--variable_placement=cpu"]  # a CPU alone has only one place
 
         # by default, compiled steps have their variables on the GPUs
         if has_gpus:
@@ -270,7 +269,7 @@ def training_rate(flags: Sequence[str]) -> float:
         lines = Path(train_dir, files.METRICS).read_text().splitlines()
     records = [json.loads(line) for line in lines]
     rates = [record["images_per_sec"] for record in records if record["kind"] == "train"]
-    return statistics.median(rates[1:])  # the first step has no rate
+    return statistics.median(rates[1:])  # the first record is of the warm-up
 
 
 def peer_rate(framework: str, net: str, precision: str, on_gpus: bool) -> float:

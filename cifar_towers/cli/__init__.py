@@ -1,1 +1,1 @@
-"""The command-line programs, their flags, and a run as callbacks and Python have it."""
+"""The command-line programs."""

@@ -110,13 +110,15 @@ def make_config(config_class: type[Config], settings: Mapping[str, Any]) -> Conf
 
 
 def help_text(config_class: type[Settings], description: str, is_full: bool) -> str:
-    """Return the description of a program and the help of its flags. By default, settings that are
-    not `BASIC` are left out: of a training all, elsewhere those of the devices.
+    """Return the description of a program and the help of its flags.
+
+    Unless `is_full`, the help of a training shows only the `BASIC` settings. The help of another
+    program leaves out the settings of the devices that are not `BASIC`.
     """
     fields = flag_settings(config_class)
     shortened = TrainConfig if issubclass(config_class, TrainConfig) else DeviceSettings
-    more = {field.name for field in dataclasses.fields(shortened)}.difference(BASIC)
-    shown = [field for field in fields if is_full or field.name not in more]
+    hidden = {field.name for field in dataclasses.fields(shortened)}.difference(BASIC)
+    shown = [field for field in fields if is_full or field.name not in hidden]
 
     parts = [description]
     parts.append(_define(config_class, shown).get_help(include_special_flags=False).strip())

@@ -107,20 +107,12 @@ class ExportConfig(RunDataConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class RunsDirectorySettings(Settings):
-    """The place of several runs."""
-
-    title = "Run"
-
-    runs_dir: str = setting("runs", "directory below which runs are looked for")
-
-
-@dataclasses.dataclass(frozen=True)
-class RunsConfig(RunsDirectorySettings):
+class RunsConfig(Settings):
     """Settings of `cifar-towers runs`."""
 
     title = "Table"
 
+    runs_dir: str = setting("runs", "directory below which runs are looked for")
     json: bool = setting(False, "output as one JSON object per run and nothing else")
     patterns: tuple[str, ...] = setting((), "patterns of names, e.g. 'speed94*'")
 

@@ -12,12 +12,21 @@ from typing import Any, ClassVar, TypeVar
 
 from cifar_towers.errors import UsageError
 
-# Scopes: where a setting of a training may have another value.
-RECIPE = "recipe"  # nowhere: it decides what is trained, so a resumed run has the same value
-SEED = "seed"  # in a repetition: runs that differ only in it are one experiment, to be averaged
-EXPERIMENT = "experiment"  # in a resumed run, but a run with another value is no repetition
-RUN = "run"  # in a resumed run and in a repetition; all workers of a cluster share one value
-PROCESS = "process"  # in each worker of a cluster, too
+# The scope of a setting of a training says where it may have another value than in the first run:
+#
+#              resumed run   repetition   other worker
+# RECIPE       no            no           no
+# SEED         no            yes          no
+# EXPERIMENT   yes           no           no
+# RUN          yes           yes          no
+# PROCESS      yes           yes          yes
+#
+# Repetitions are runs that are averaged, as they differ only in their seed.
+RECIPE = "recipe"
+SEED = "seed"
+EXPERIMENT = "experiment"
+RUN = "run"
+PROCESS = "process"
 
 
 def setting(

@@ -146,7 +146,8 @@ class RunSettings(Settings):
     )
     seeds: str = setting(
         "",
-        "seeds of several runs, e.g. 0,1,2, which are summarized; each in a folder of train_dir",
+        "seeds of several runs, e.g. 0,1,2, which are summarized; each run is in train_dir/seed0, "
+        "train_dir/seed1, ..., or in a default directory of its own",
         scope=RUN,
     )
     init_from: str = setting(
@@ -236,7 +237,12 @@ class AugmentationSettings(Settings):
     cutout: int = setting(
         0, "size in pixels of a random square that is blanked in each training image", low=0
     )
-    brightness: float = setting(0.0, "largest random change of brightness, in levels of 255", low=0)
+    brightness: float = setting(
+        0.0,
+        "largest random change of brightness, in levels of 255; standardize=image takes it away "
+        "again",
+        low=0,
+    )
     augment: str = setting(
         "",
         "your own function (images, draws) or (images, labels, draws) of normalized training "
@@ -305,7 +311,10 @@ class OptimizerSettings(Settings):
     nesterov: bool = setting(False, "Nesterov momentum in SGD")
     muon_momentum: float = setting(0.655, "momentum coefficient of Muon", low=0, high=0.9999)
     weight_decay: float = setting(
-        0.0, "weight decay at learning_rate, for all weights alike", low=0
+        0.0,
+        "weight decay at learning_rate; a group with another rate decays by the same fraction per "
+        "step",
+        low=0,
     )
     label_smoothing: float = setting(
         0.0, "probability spread over all classes in labels", low=0, high=0.9999

@@ -29,7 +29,8 @@ class Augmentation(NamedTuple):
         """Augment and normalize training images: [B, S, S, 3] uint8 -> [B, T, T, 3] float32.
 
         Args:
-          image_size: T, to which images are downsampled; 0: S. With `crop` that is T.
+          image_size: size that images are downsampled to; 0 keeps S. With `crop` it is ignored: T
+            is the crop.
         """
         settings = self.settings
         images = tf.cast(images, tf.float32)  # before the padding: GPUs cannot pad integers
@@ -47,7 +48,9 @@ class Augmentation(NamedTuple):
         images = self.normalize(images)
         if settings.cutout:
             images = cutout(images, draws.cutout, settings.cutout)
-        return downsample(images, image_size) if image_size and not settings.crop else images
+        if image_size and not settings.crop:
+            images = downsample(images, image_size)
+        return images
 
     def augment_with_labels(
         self, images: tf.Tensor, labels: tf.Tensor, draws: RandomDraws, image_size: int = 0

@@ -91,7 +91,8 @@ def _decode(name: str, data_dir: str) -> Split:
     then cache it.
     """
     directory = tfds_directory(data_dir)
-    for copy in [] if is_prepared(directory) else _find_copies(data_dir):
+    copies = [] if is_prepared(directory) else _find_copies(data_dir)
+    for copy in copies:
         try:
             return _save_to_cache(name, _verified(name, *_read_copy(copy, name)))
         except Exception as error:  # e.g. of an archive that is half downloaded

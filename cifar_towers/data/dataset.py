@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from cifar_towers.errors import DataError
+from cifar_towers.errors import DataError, printable
+
+log = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "test")
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -115,6 +118,11 @@ class Dataset(NamedTuple):
                 f"{self.name} has now; put the images back as they were, or give another "
                 "--train_dir, or --overwrite"
             )
+
+
+def log_line(line: str) -> None:
+    """Log a line that holds names of the user's."""
+    log.info("%s", printable(line))
 
 
 def fifth_of_each_class(labels: np.ndarray) -> np.ndarray:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cifar_towers.data import cifar10, image_files, synthetic, tfds_source, user_data
-from cifar_towers.data.dataset import CIFAR10, SPLITS, Dataset, Split
-from cifar_towers.errors import UsageError, listed, printable
+from cifar_towers.data.dataset import CIFAR10, SPLITS, Dataset, Split, log_line
+from cifar_towers.errors import UsageError, listed
 from cifar_towers.registry import check_dataset, split_path
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,9 @@ def load_split(
     image_size: int = CIFAR10.image_size,
     validation_examples: int = 0,
 ) -> Split:
-    """Return one split of a source, as `load` does. For `test` nothing else is read."""
+    """Return one split of a source, as `load` does. For `test`, train is read only if the source
+    makes the test split from it.
+    """
     if name in ("train", "validation"):
         return getattr(load(source, validation_examples, image_size), name)
     return _load_splits(source, image_size, (name,), (name,))[name]
@@ -131,16 +133,16 @@ def _load_splits(
         copies = count_copies(splits["test"], splits["train"])
         if copies:
             total = len(splits["test"].labels)
-            _log(f"{source.name}: {copies} of {total} test images are copies of training images")
+            log_line(
+                f"{source.name}: {copies} of {total} test images are copies of training images"
+            )
 
     for name, split in splits.items():
-        _log(f"{source.name} {name}: {_summary(split)}")
         if split.info.image_size != image_size:
-            splits[name] = dataclasses.replace(
-                split,
-                images=image_files.resize_all(split.images, image_size),
-                info=split.info._replace(image_size=image_size),
-            )
+            images = image_files.resize_all(split.images, image_size)
+            info = split.info._replace(image_size=image_size)
+            splits[name] = dataclasses.replace(split, images=images, info=info)
+        log_line(f"{source.name} {name}: {_summary(splits[name])}")
     return splits
 
 
@@ -149,11 +151,6 @@ def _summary(split: Split) -> str:
     counts = zip(split.info.class_names, split.class_counts(), strict=True)
     by_class = listed([f"{class_name} {count}" for class_name, count in counts], 10)
     return f"{len(split.labels)} images ({by_class}), sha256 {split.digest[:16]}"
-
-
-def _log(line: str) -> None:
-    """Log a line that holds names of the user's."""
-    log.info("%s", printable(line))
 
 
 def count_copies(split: Split, train: Split) -> int:

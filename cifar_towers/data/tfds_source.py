@@ -84,8 +84,8 @@ def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> 
         raise DataError(
             f"dataset={name} in {directory} cannot be read ({error_line(error)})"
         ) from error
-    if names.get("test", "test") != "test":
-        log.info("dataset=%s: its %s is used as the test split", name, names["test"])
+    if names.get("test") == "validation":
+        log.info("dataset=%s: its validation is used as the test split", name)
     if splits:
         class_names = tuple(builder.info.features[label].names)
         if builder.name in UNNAMED:

@@ -5,7 +5,6 @@ of arrays (.npz).
 import csv
 import functools
 import hashlib
-import logging
 import os
 import unicodedata
 import zipfile
@@ -17,11 +16,16 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from cifar_towers.data import image_files
-from cifar_towers.data.dataset import SPLITS, DatasetInfo, Split, fifth_of_each_class, moments
+from cifar_towers.data.dataset import (
+    SPLITS,
+    DatasetInfo,
+    Split,
+    fifth_of_each_class,
+    log_line,
+    moments,
+)
 from cifar_towers.errors import DataError, error_text, listed, printable
 from cifar_towers.registry import CSV, FOLDER, NPZ
-
-log = logging.getLogger(__name__)
 
 
 class ArrayRow(NamedTuple):
@@ -80,7 +84,7 @@ def locate(prefix: str, root: Path) -> Callable[[int, Sequence[str]], dict[str, 
             if not len(items):
                 raise ValueError(f"{name} has no images")
         if "train" in splits and "test" not in splits:
-            _log(f"{prefix}{root}: there is no test split, so a fifth of each class is one")
+            log_line(f"{prefix}{root}: there is no test split, so a fifth of each class is one")
             splits["train"], splits["test"] = _hold_out(*splits["train"])
         if "train" in splits:
             _check_every_class_is_trained(class_names, splits["train"])
@@ -118,11 +122,6 @@ def _read_splits(
         item_names = np.array([_name(item) for item in items])
         read_splits[name] = Split(images[name], labels, info, item_names)
     return read_splits
-
-
-def _log(line: str) -> None:
-    """Log a line that holds names of the user's."""
-    log.info("%s", printable(line))
 
 
 def _sort(items: Sequence[Any], labels: np.ndarray, root: Path) -> Examples:
@@ -199,7 +198,7 @@ def _scan_folder(root: Path) -> Scanned:
 
     if left_out:
         why = "hidden, of another type, or in no folder of a class"
-        _log(f"folder:{root}: {len(left_out)} left out: {why}")
+        log_line(f"folder:{root}: {len(left_out)} left out: {why}")
     return _number_classes(files, classes)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -31,7 +31,7 @@ class Evaluator:
     With `tta`, the same pass gives a second score of the reported set, with TTA.
     """
 
-    evaluate: Callable[..., dict[bool, Score]]  # `score_split` with its first argument
+    classifier: "Classifier"
     splits: Mapping[str, Split]  # in the order of the reports
     # name -> (weights, non-trainable values); the run reports the last
     weight_sets: Mapping[str, tuple]
@@ -57,19 +57,22 @@ class Evaluator:
 
         evaluations = []
         for name, split in splits:
-            for set_name, values in weight_sets:
+            for set_name, (weights, non_trainable) in weight_sets:
                 tta = final and self.tta and set_name == reported_set
-                for with_tta, score in self.evaluate(split, *values, tta).items():
-                    evaluations.append(Evaluation(name, set_name, with_tta, score))
+                logits = self.classifier.logits(split.images, weights, non_trainable, tta)
+                score = Score(split.labels, logits.plain)
+                evaluations.append(Evaluation(name, set_name, False, score))
+                if tta:
+                    score = Score(split.labels, logits.tta)
+                    evaluations.append(Evaluation(name, set_name, True, score))
         return evaluations
 
 
-def score_split(
-    classifier: "Classifier", split: Split, weights: Values, non_trainable: Values, tta: bool
-) -> dict[bool, Score]:
-    """Score a split in one pass; return the scores as `Classifier.logits` returns the logits."""
-    logits = classifier.logits(split.images, weights, non_trainable, tta)
-    return {with_tta: Score(split.labels, found) for with_tta, found in logits.items()}
+class Logits(NamedTuple):
+    """The logits [n, C] of images."""
+
+    plain: np.ndarray
+    tta: np.ndarray  # the weighted means over the views of test-time augmentation, or `plain`
 
 
 class Classifier:
@@ -97,9 +100,9 @@ class Classifier:
 
     def logits(
         self, images: np.ndarray, weights: Values, non_trainable: Values, tta: bool = False
-    ) -> dict[bool, np.ndarray]:
-        """Return the logits [n, C] of images [n, S, S, 3] of levels, without test-time augmentation
-        as False; with `tta` also the weighted means over its views, as True.
+    ) -> Logits:
+        """Return the logits of images [n, S, S, 3] of levels, with `tta` in one pass also those of
+        test-time augmentation.
 
         Weights and non_trainable are the model's variables or averages of them.
         """
@@ -123,7 +126,7 @@ class Classifier:
         logits = np.concatenate(batches, 1)[:, : len(share)]
         if self._workers.size > 1:
             logits = np.concatenate(self._workers.gather(logits)[:num_shares], 1)
-        return {False: logits[0], True: logits[1]} if tta else {False: logits[0]}
+        return Logits(logits[0], logits[-1])
 
     def _classify_batch(
         self, images: tf.Tensor, weights: Values, non_trainable: Values, tta: bool

@@ -101,7 +101,9 @@ class TrainedModel:
         Raises:
           DataError: a logit is not finite, so that the class would mean nothing.
         """
-        logits = self._classifier.logits(images, *variable_values(self.model), tta)[tta]
+        weights, non_trainable = variable_values(self.model)
+        found = self._classifier.logits(images, weights, non_trainable, tta)
+        logits = found.tta if tta else found.plain
         if not np.isfinite(logits).all():
             raise DataError(f"{self.run.directory} gives some images logits that are not finite")
         return logits

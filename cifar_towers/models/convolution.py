@@ -39,22 +39,32 @@ def conv2d(
     """
     if isinstance(padding, str):
         padding = padding.upper()
+    if strides != 1 or not _on_cpu(images):
+        return tf.nn.conv2d(images, kernel, strides, padding)
+
     has_known_size = None not in images.shape[1:]
     is_same = has_known_size and padding in ("SAME", even_padding(images.shape, kernel.shape))
-    on_cpu = _on_cpu(images)
-    is_suitable = is_same and strides == 1 and on_cpu
-
-    if is_suitable and _suits_winograd(images, kernel):
+    if is_same and _suits_winograd(images, kernel):
         height, width = images.shape[1:3]
         if padding != "SAME":  # without the last row or column of an odd size
             height -= height % 2
             width -= width % 2
         return winograd_conv2d(images, kernel, height, width)
 
-    by_products = is_suitable and _suits_products(images, kernel)
-    pads_on_cpu = on_cpu and strides == 1 and not isinstance(padding, str)
-    if not by_products and not pads_on_cpu:
-        return tf.nn.conv2d(images, kernel, strides, padding)
+    by_products = is_same and _suits_products(images, kernel)
+    if isinstance(padding, str) and not by_products:
+        return tf.nn.conv2d(images, kernel, 1, padding)
+    return _conv2d_with_faster_gradients(images, kernel, padding, by_products)
+
+
+def _conv2d_with_faster_gradients(
+    images: tf.Tensor, kernel: tf.Tensor, padding: Padding | str, by_products: bool
+) -> tf.Tensor:
+    """Compute a convolution with stride 1; see `conv2d` for its gradients.
+
+    Args:
+      by_products: compute the gradient to the kernel as matrix products.
+    """
 
     @tf.custom_gradient
     def convolve(images: tf.Tensor, kernel: tf.Tensor) -> tuple[tf.Tensor, Callable]:
@@ -250,11 +260,14 @@ def winograd_transforms(tile: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     points = np.array(WINOGRAD_POINTS[: tile + 1], np.float64)
     others = [np.delete(points, index) for index in range(len(points))]
-    scale = [*(np.prod(point - rest) for point, rest in zip(points, others, strict=True)), 1.0]
+    scale = np.ones(tile + 2)  # the last is infinity's
     from_image = np.zeros([tile + 2, tile + 2])
-    for row, roots in zip(from_image, [*others, points], strict=True):
-        row[: len(roots) + 1] = np.poly(roots)[::-1]
-    from_kernel = _values_at(points, 3) / np.array(scale)[:, None]
+    for index, rest in enumerate(others):
+        scale[index] = np.prod(points[index] - rest)
+        # the polynomial that is 0 at all other points, the constant first
+        from_image[index, :-1] = np.poly(rest)[::-1]
+    from_image[-1] = np.poly(points)[::-1]
+    from_kernel = _values_at(points, 3) / scale[:, None]
     to_output = _values_at(points, tile).T
     return (
         np.kron(from_image, from_image),

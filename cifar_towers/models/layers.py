@@ -244,9 +244,8 @@ def _compiled(function: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[tf.Tensor
     in between.
     """
 
-    def wide(
-        x: tf.Tensor,
-    ) -> tf.Tensor:  # XLA's CPU code rounds half types after each operation, at twice the time
+    # float32, as XLA's CPU code rounds half types after each operation, at twice the time
+    def wide(x: tf.Tensor) -> tf.Tensor:
         return tf.cast(x, tf.float32) if x.dtype.size == 2 else x
 
     @fused

@@ -10,6 +10,7 @@ workers, and they resume from the last checkpoint.
 
 import contextlib
 import dataclasses
+import math
 import pickle
 import re
 import time
@@ -153,7 +154,8 @@ def _make_gather(strategy: tf.distribute.Strategy) -> Callable[[Any], list]:
 
     def gather_values(value: Any) -> list:
         content = pickle.dumps(value)
-        words = np.frombuffer(content + bytes(-len(content) % 8), np.int64)
+        num_words = math.ceil(len(content) / 8)
+        words = np.frombuffer(content.ljust(8 * num_words, b"\0"), np.int64)
         # every replica has the same two results
         joined, sizes = gather(words)
         joined = strategy.experimental_local_results(joined)[0]

@@ -1,1 +1,1 @@
-"""Reports of a run: terminal, JSON records, TensorBoard, pictures, HTML pages, profiles."""
+"""What a run writes while it trains: terminal, JSON records, TensorBoard, pictures, profiles."""

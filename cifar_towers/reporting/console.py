@@ -24,7 +24,7 @@ class ProgressStatus(NamedTuple):
     learning_rate: float
     images_per_sec: float | None  # None before the first step that needed no compilation
     seconds_left: float | None = None  # None: unknown
-    saved_step: int = 0  # of the newest checkpoint; 0: none
+    saved_step: int = 0  # of the newest checkpoint since the last epoch; 0: none
 
 
 class _TolerantConsole(Console):
@@ -58,7 +58,9 @@ class Progress:
         self._live: progress.Progress | None = None
 
     def log(self, line: str) -> None:
-        """Print a line that stays; what the terminal cannot show of it as numbers."""
+        """Print a line that stays. Characters that the terminal cannot encode become backslash
+        escapes.
+        """
         encoding = self.console.encoding
         self.console.print(line.encode(encoding, "backslashreplace").decode(encoding), markup=False)
 

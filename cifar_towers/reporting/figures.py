@@ -89,13 +89,19 @@ def line_plot(curves: Mapping[str, tuple], title: str) -> bytes:
     """
     figure, axes = _new_axes(6.4, 3.6, title)
     lines = {}
-    for (name, (x, y, *band)), (color, dashes) in zip(curves.items(), LINE_STYLES, strict=False):
+    for (name, curve), (color, dashes) in zip(curves.items(), LINE_STYLES, strict=False):
+        x, y, *band = curve
         (lines[name],) = axes.plot(
             x, y, color=color, linestyle=dashes, marker="o" if len(x) <= MAX_MARKERS else ""
         )
         if band:
             axes.fill_between(x, *band, color=color, alpha=0.15, linewidth=0)
-    names = sorted(curves, key=lambda name: -np.nansum(curves[name][1][-1:]))
+
+    def last_value(name: str) -> float:
+        _, y, *_ = curves[name]
+        return float(np.nan_to_num(y[-1]))
+
+    names = sorted(curves, key=last_value, reverse=True)
     axes.legend(
         [lines[name] for name in names],
         names,

@@ -81,12 +81,17 @@ class PhaseTimer:
 
     # Steps
 
-    def note_start(self, step_ended: float | None) -> None:
-        """Note that the step of the current batch has started: after the step before, which ended
-        at `step_ended`, by `time.monotonic`, if that is known now.
+    def note_idle(self, previous_end: float | None) -> None:
+        """Note how long the device waited for the current batch.
+
+        The wait begins when the batch was asked for, or when the step before ended, if that was
+        later. It ends when the batch came.
+
+        Args:
+          previous_end: when the step before ended, by `time.monotonic`; None if that is unknown.
         """
-        if step_ended:
-            self._step_ended = step_ended
+        if previous_end:
+            self._step_ended = previous_end
         idle_from = max(self._asked, self._step_ended)
         self._idle = max(0.0, self._received - idle_from)
 

@@ -134,10 +134,7 @@ class RunLogger:
         }
         self._write_unwritten()
         if step == 0:
-            hparams = recipe_fields(self.config) | {
-                "seed": self.config.seed,
-                "strategy": self.config.strategy,
-            }
+            hparams = recipe_fields(self.config) | {"strategy": self.config.strategy}
             hparams |= {"towers": len(self.setup.towers), "precision": self.setup.precision}
             self.tensorboard.start(hparams | {"dataset": self.setup.dataset.name})
 

@@ -83,10 +83,9 @@ class RunDirectory:
         """
         if self._config.checkpoint_every_steps:
             return step % self._config.checkpoint_every_steps == 0
-        interval = max(
-            self._save_seconds / MAX_TIME_FRACTION, 0.0 if evaluated else DEFAULT_INTERVAL_SECONDS
-        )
-        return time.monotonic() - self._last_save >= interval
+        seconds = time.monotonic() - self._last_save
+        is_cheap = self._save_seconds <= MAX_TIME_FRACTION * seconds
+        return is_cheap and (evaluated or seconds >= DEFAULT_INTERVAL_SECONDS)
 
     def save(
         self, step: int, values: Mapping[str, np.ndarray], metadata: Mapping[str, Any]

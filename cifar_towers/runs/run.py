@@ -134,10 +134,13 @@ class Run:
         """The records of the newest evaluation by name, e.g. `test/raw_tta`."""
         from cifar_towers.evaluation.score import score_name
 
-        result = self.result
-        evaluations = self.evaluations
-        newest = [record for record in evaluations if record["step"] == evaluations[-1]["step"]]
-        return {score_name(score): score for score in (result["evaluations"] if result else newest)}
+        if self.result:
+            newest = self.result["evaluations"]
+        else:
+            evaluations = self.evaluations
+            last_step = evaluations[-1]["step"] if evaluations else 0
+            newest = [record for record in evaluations if record["step"] == last_step]
+        return {score_name(record): record for record in newest}
 
     @property
     def reported_score(self) -> Mapping[str, Any] | None:

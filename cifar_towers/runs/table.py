@@ -33,7 +33,7 @@ COLUMNS = (
 )
 NOTE = """accuracy: of averaged weights if a run keeps an average
 tta_accuracy: with test-time augmentation
-minutes: of all its processes, with start, compilation and evaluation"""
+minutes: with start, compilation and evaluation; what a kill lost is not counted"""
 
 
 def find_runs(root: Path, *patterns: str) -> list[Run]:
@@ -94,7 +94,10 @@ def describe(run: Run) -> dict[str, Any]:
     result = run.result or {}
     scores = run.scores
     reported = run.reported_score or {}
-    plain = scores.get(score_name({**reported, "tta": False}), {}) if reported else {}
+    accuracies = {}  # of the reported weights, by whether with TTA
+    for score in scores.values():
+        if (score["split"], score["weights"]) == (reported["split"], reported["weights"]):
+            accuracies[score["tta"]] = score["accuracy"]
     rates = [record["images_per_sec"] for record in run.history if record.get("images_per_sec")]
     return {
         "run": str(run.directory),
@@ -106,8 +109,8 @@ def describe(run: Run) -> dict[str, Any]:
         "step": run.step,
         "split": reported.get("split"),
         "weights": reported.get("weights"),
-        "accuracy": plain.get("accuracy"),
-        "tta_accuracy": reported["accuracy"] if reported.get("tta") else None,
+        "accuracy": accuracies.get(False),
+        "tta_accuracy": accuracies.get(True),
         "images_per_sec": result.get("images_per_sec") or (rates[-1] if rates else None),
         "minutes": sum(result["seconds"].values()) / 60 if result else None,
         "revision": environment.get("git_revision"),
@@ -250,8 +253,8 @@ def compare_groups(groups: Sequence[Group]) -> list[str]:
     """Return a line for every two groups with two finished runs each: the difference of their mean
     accuracies.
 
-    For example `lr1.5 - lr0.3: +4.40 points (95 % +1.51 to +7.29), n=2 and 2; test/ema`. The line
-    names the kind of score. Groups of other lengths or on other data are not subtracted; the line
+    For example `one - other: +4.40 points (Welch, 95 % -4.05 to +12.85), n=2 and 2; test/ema`. The
+    line names the score. Groups of other lengths or on other data are not subtracted; the line
     says so.
     """
     repeated = [group for group in groups if len(group.finished) > 1]
@@ -275,12 +278,13 @@ def _compare_two(one: Group, other: Group) -> str:
     return "; ".join(parts)
 
 
-# 97.5 % quantiles of Student's t distribution with 1, 2, ... 30 degrees of freedom
+# 97.5 % quantiles of Student's t distribution with 1, 2, ... 30 degrees of freedom, and infinity
 # fmt: off
 STUDENT_T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
     2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+    1.960,
 )
 # fmt: on
 
@@ -317,7 +321,7 @@ def describe_difference(one: Sample, other: Sample) -> str:
     differ. Both samples need two or more values. If neither varies, there is no interval.
 
     >>> describe_difference(Sample(0.944, 0.0005, 2), Sample(0.9, 0.0095, 2))
-    '+4.40 points (Welch, 95 % -4.15 to +12.95), n=2 and 2'
+    '+4.40 points (Welch, 95 % -4.05 to +12.85), n=2 and 2'
     """
     difference = one.mean - other.mean
     sizes = f"n={one.n} and {other.n}"
@@ -330,10 +334,25 @@ def describe_difference(one: Sample, other: Sample) -> str:
     degrees = variance**2 / (
         variance_of_one**2 / (one.n - 1) + variance_of_other**2 / (other.n - 1)
     )
-    row = min(math.floor(degrees + 1e-9), len(STUDENT_T))  # 2 may have been rounded to 1.99...
-    half = STUDENT_T[row - 1] * math.sqrt(variance)
+    half = student_t(degrees) * math.sqrt(variance)
     interval = f"{100 * (difference - half):+.2f} to {100 * (difference + half):+.2f}"
     return f"{100 * difference:+.2f} points (Welch, 95 % {interval}), {sizes}"
+
+
+def student_t(degrees: float) -> float:
+    """Return the 97.5 % quantile of Student's t distribution, for one degree of freedom or more.
+
+    Between whole numbers its logarithm is interpolated linearly in 1 / degrees, to 3 %.
+
+    >>> f"{student_t(2):.3f}, {student_t(1.98):.2f}, {student_t(1e9):.2f}"
+    '4.303, 4.35, 1.96'
+    """
+    largest = len(STUDENT_T) - 1  # the last quantile is infinity's
+    below = max(1, min(math.floor(degrees), largest))
+    inverse_below = 1 / below
+    inverse_above = 1 / (below + 1) if below < largest else 0.0
+    fraction = (inverse_below - 1 / degrees) / (inverse_below - inverse_above)
+    return STUDENT_T[below - 1] * (STUDENT_T[below] / STUDENT_T[below - 1]) ** fraction
 
 
 def flatten(

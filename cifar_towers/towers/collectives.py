@@ -139,8 +139,8 @@ class _Rounds:
             if not self.error:
                 self.error = error
         finally:
-            self._pass_turn(index)
             self._tracing.remove(index)
+            self._pass_turn(index)
 
     def all_gather(self, index: int, value: Any) -> list[Any]:
         """Return the values of all towers, in their order, when each has called it."""
@@ -169,6 +169,8 @@ class _Rounds:
         if self.error:
             for tower in self._tracing:
                 self._turns[tower].release()
+            return
+        if not self._tracing:
             return
 
         later = [tower for tower in self._tracing if tower > index]

@@ -45,17 +45,24 @@ def average_gradients(
     fractions = [weight / total for weight in weights]
     averaged = []
     with tf.name_scope("average_gradients"):
-        for pairs in zip(*towers, strict=True):
-            gradients, (variable, *others) = zip(*pairs, strict=True)
-            for tower, other in enumerate(others, 1):
-                if other is not variable:
-                    raise ValueError(
-                        f"tower_{tower} has {_name(other)} where tower_0 has {_name(variable)}; "
-                        "all towers need pairs of (gradient, variable), with the same variables "
-                        "in the same order"
-                    )
-            averaged.append((weighted_sum(gradients, fractions, _device(variable)), variable))
+        for pairs in zip(*towers, strict=True):  # of one variable
+            _check_same_variable(pairs)
+            _, variable = pairs[0]
+            gradients = [gradient for gradient, _ in pairs]
+            mean = weighted_sum(gradients, fractions, _device(variable))
+            averaged.append((mean, variable))
     return averaged
+
+
+def _check_same_variable(pairs: Sequence[tuple[Gradient, Variable]]) -> None:
+    """Raise ValueError unless all towers have the pair of one variable."""
+    _, variable = pairs[0]
+    for tower, (_, other) in enumerate(pairs):
+        if other is not variable:
+            raise ValueError(
+                f"tower_{tower} has {_name(other)} where tower_0 has {_name(variable)}; all towers "
+                "need pairs of (gradient, variable), with the same variables in the same order"
+            )
 
 
 def average_tensors(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -24,20 +24,11 @@ from cifar_towers.towers.make_parallel import (
 TOWER_SEED_STRIDE = 1_000_000_007
 # methods of saving, and one of former versions
 NOT_OF_FIT = ("loss", "get_compile_config", "compile_from_config")
-# what a parallel model takes from the original: files, and which variables are trained
-OF_ORIGINAL = (
-    *(
-        "save",
-        "save_weights",
-        "save_own_variables",
-        "load_weights",
-        "load_own_variables",
-        "export",
-        "summary",
-    ),
-    *("get_layer", "get_config", "get_build_config", "get_compile_config", "_obj_type", "layers"),
-    *("trainable_variables", "trainable_weights"),
-)
+# what a parallel model takes from the original: files, descriptions, which variables are trained
+OF_ORIGINAL = ["save", "save_weights", "save_own_variables", "load_weights", "load_own_variables"]
+OF_ORIGINAL += ["export", "summary", "get_layer", "get_config", "get_build_config"]
+OF_ORIGINAL += ["get_compile_config", "_obj_type", "layers"]
+OF_ORIGINAL += ["trainable_variables", "trainable_weights"]
 ACTIVATIONS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}  # by type of their operation
 
 
@@ -83,6 +74,15 @@ def make_parallel_model(
     return ParallelModel(keras_model, towers)
 
 
+class TowerPass(NamedTuple):
+    """What the forward pass of one tower returns."""
+
+    outputs: Any  # a structure of [B/K, ...]
+    extras: dict[tuple[int, str], tf.Tensor]  # masks and logits, by output index and attribute
+    losses: list[tf.Tensor]  # scalars that layers added
+    state: dict[int, tf.Tensor]  # new values of the non-trainable variables, by position
+
+
 class ParallelModel(keras.Model):
     """The model that `make_parallel_model` returns."""
 
@@ -111,42 +111,38 @@ class ParallelModel(keras.Model):
         passes, sizes = run_on_any_batch(
             functools.partial(self.on_tower, training), self._towers, inputs
         )
-        tower_outputs, tower_extras, tower_losses, tower_states = zip(*passes, strict=True)
-        outputs, extras = join_outputs(list(zip(tower_outputs, tower_extras, strict=True)), sizes)
         total = sum(sizes)
         fractions = [size / total for size in sizes]
-        for losses in zip(*tower_losses, strict=True):
+
+        for losses in zip(*[each.losses for each in passes], strict=True):
             self.add_loss(weighted_sum(losses, fractions, device=""))
-        for position in tower_states[0]:
+        for position in passes[0].state:
             variable = self.model.non_trainable_variables[position]
-            values = [state[position] for state in tower_states]
+            values = [each.state[position] for each in passes]
             is_seed = is_seed_generator_state(variable)
             variable.assign(values[0] if is_seed else weighted_sum(values, fractions, device=""))
+
+        outputs, extras = join_outputs([(each.outputs, each.extras) for each in passes], sizes)
         flat = tf.nest.flatten(outputs)
-        for (position, name), tensor in extras.items():
+        for (index, name), tensor in extras.items():
             if name in ACTIVATIONS:
-                flat[position] = ACTIVATIONS[name](tensor)
+                flat[index] = ACTIVATIONS[name](tensor)
             else:
-                setattr(flat[position], name, tensor)
+                setattr(flat[index], name, tensor)
         return tf.nest.pack_sequence_as(outputs, flat)
 
-    def on_tower(
-        self, training: bool | None, tower: Tower, inputs: Any
-    ) -> tuple[Any, dict[tuple[int, str], Any], list[Any], dict[int, Any]]:
-        """Run the forward pass of one tower, which reads the model's variables and writes none.
+    def on_tower(self, training: bool | None, tower: Tower, inputs: Any) -> "TowerPass":
+        """Run the forward pass of one tower, which reads the model's variables and writes none."""
+        values = []
+        for variable in self.model.variables:
+            value = tf.convert_to_tensor(variable.value)
+            if is_seed_generator_state(variable):
+                value += tower.index * TOWER_SEED_STRIDE
+            values.append((variable, value))
 
-        Returns:
-          outputs [B/K, ...], their masks and logits by (output index, attribute name), scalar
-          losses that layers added, and the new value of each non-trainable variable that changed,
-          by position.
-        """
-        values = [(v, tf.convert_to_tensor(v.value)) for v in self.model.variables]
-        values = [
-            (v, t + tower.index * TOWER_SEED_STRIDE if is_seed_generator_state(v) else t)
-            for v, t in values
-        ]
         with keras.StatelessScope(values, collect_losses=True) as scope:
             outputs = self.model(inputs, training=training)
+
         changed = [v for v, before in values if scope.get_current_value(v) is not before]
         besides_seeds = [v for v in changed if not is_seed_generator_state(v)]
         refused = [v.path for v in besides_seeds if v.trainable or "float" not in v.dtype]
@@ -160,13 +156,17 @@ class ParallelModel(keras.Model):
                 "generators, and float state that is not trained, as its mean"
             )
         check_outputs(outputs, inputs, tower)
-        position = {id(v): i for i, v in enumerate(self.model.non_trainable_variables)}
-        state = {position[id(v)]: tf.stop_gradient(scope.get_current_value(v)) for v in changed}
+
+        ids = [id(variable) for variable in self.model.non_trainable_variables]
+        state = {}
+        for variable in changed:
+            state[ids.index(id(variable))] = tf.stop_gradient(scope.get_current_value(variable))
         extras = {}
         for index, output in enumerate(tf.nest.flatten(outputs)):
             for name, tensor in _extras(output).items():
                 extras[index, name] = tensor
-        return outputs, extras, [to_scalar(loss) for loss in scope.losses], state
+        losses = [to_scalar(loss) for loss in scope.losses]
+        return TowerPass(outputs, extras, losses, state)
 
     def compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:
         """Compile the original too, with the same optimizer, so that a saved model can be trained

@@ -99,30 +99,47 @@ def run_on_any_batch(
     Returns:
       [K] results, and [K] numbers of examples, 0 for an empty shard.
     """
-    flat = tf.nest.flatten(tensors)
-    count = len(towers)
-    if (flat[0].shape[0] or 0) >= count:
+    known_length = tf.nest.flatten(tensors)[0].shape[0]
+    if known_length is not None and known_length >= len(towers):
         shards, sizes = split_uneven_batch(tensors, towers)
     else:
-        with tf.name_scope("split_batch"):
-            length = tf.shape(flat[0])[0]
-            for tensor in flat[1:]:
-                tf.debugging.assert_equal(
-                    tf.shape(tensor)[0], length, "the tensors of a batch differ in axis 0"
-                )
-            bounds = [length // count * k + tf.minimum(length % count, k) for k in range(count + 1)]
-            sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
-            starts = [tf.minimum(begin, length - 1) for begin in bounds[:-1]]
-            shards = [
-                tf.nest.map_structure(lambda tensor, a=start, b=end: tensor[a:b], tensors)
-                for start, end in zip(starts, bounds[1:], strict=True)
-            ]
-    with unsynchronized(count):
-        results = [
-            place_on_device(functools.partial(fn, tower), tower.device, tower.name)(shard)
-            for tower, shard in zip(towers, shards, strict=True)
-        ]
+        shards, sizes = _split_unknown_length(tensors, len(towers))
+
+    results = []
+    with unsynchronized(len(towers)):
+        for tower, shard in zip(towers, shards, strict=True):
+            on_tower = place_on_device(functools.partial(fn, tower), tower.device, tower.name)
+            results.append(on_tower(shard))
     return results, sizes
+
+
+def _split_unknown_length(tensors: Any, count: int) -> tuple[list[Any], list[tf.Tensor]]:
+    """Split a batch of few examples, or of a length that is known when the graph runs; see
+    `run_on_any_batch`.
+    """
+    shards = []
+    sizes = []
+    with tf.name_scope("split_batch"):
+        first, *others = tf.nest.flatten(tensors)
+        length = tf.shape(first)[0]
+        for tensor in others:
+            tf.debugging.assert_equal(
+                tf.shape(tensor)[0], length, "the tensors of a batch differ in axis 0"
+            )
+
+        begin = 0
+        for index in range(count):
+            # the first shards have one example more
+            size = length // count + tf.cast(index < length % count, tf.int32)
+            start = tf.minimum(begin, length - 1)  # the last example, for an empty shard
+            shards.append(_slice_rows(tensors, start, begin + size))
+            sizes.append(size)
+            begin += size
+    return shards, sizes
+
+
+def _slice_rows(tensors: Any, start: tf.Tensor, end: tf.Tensor) -> Any:
+    return tf.nest.map_structure(lambda tensor: tensor[start:end], tensors)
 
 
 def join_outputs(structures: Sequence[Any], sizes: Sequence[int | tf.Tensor]) -> Any:
@@ -130,12 +147,10 @@ def join_outputs(structures: Sequence[Any], sizes: Sequence[int | tf.Tensor]) ->
     of empty shards.
     """
     with tf.name_scope("join_batch"):
-        counted = [
-            structure
-            if isinstance(size, int)
-            else tf.nest.map_structure(lambda tensor, n=size: tensor[:n], structure)
-            for structure, size in zip(structures, sizes, strict=True)
-        ]
+        counted = []
+        for structure, size in zip(structures, sizes, strict=True):
+            may_be_empty = not isinstance(size, int)
+            counted.append(_slice_rows(structure, 0, size) if may_be_empty else structure)
         return tf.nest.map_structure(lambda *parts: tf.concat(parts, axis=0), *counted)
 
 

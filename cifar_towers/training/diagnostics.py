@@ -70,11 +70,12 @@ class Diagnoser:
         variables = self.model.trainable_variables
         pairs = zip(variables, finished.gradients.mean, strict=True)
         norms, cosines = tower_agreement(finished.gradients)
-        examples = self._first_examples(finished)
-        images, activations = self._activations_of(examples, finished.image_size)
+        shard = self._final_shard(finished)
+        images = self._augmented(shard, finished.image_size)[:NUM_EXAMPLES]
+        activations = self._activations_of(images)
         return StepDiagnostics(
-            images=images[:NUM_IMAGES],
-            labels=examples.labels.numpy()[:NUM_IMAGES],
+            images=_as_float32(images[:NUM_IMAGES]),
+            labels=shard.labels.numpy()[:NUM_IMAGES],
             activations=activations,
             weights={variable.path: _as_float32(variable.value) for variable in variables},
             gradients={variable.path: g for variable, g in pairs if g is not None},
@@ -82,29 +83,30 @@ class Diagnoser:
             tower_gradient_cosine=cosines,
         )
 
-    def _first_examples(self, finished: FinishedStep) -> Batch:
-        """Return the first examples of the final tower."""
+    def _final_shard(self, finished: FinishedStep) -> Batch:
+        """Return the shard of the final tower."""
         count = len(self.towers)
         start = len(finished.batch.labels) * (count - 1) // count
-        return tf.nest.map_structure(
-            lambda tensor: tensor[start : start + NUM_EXAMPLES], finished.batch
-        )
+        return tf.nest.map_structure(lambda tensor: tensor[start:], finished.batch)
 
-    def _activations_of(
-        self, examples: Batch, image_size: int
-    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return the augmented images, and the outputs of the measured layers by name."""
+    def _augmented(self, shard: Batch, image_size: int) -> tf.Tensor:
+        """Return the augmented images of a whole shard, as a user's function may mix them."""
         with tf.device(self.towers[-1].device):
             images, _ = self.augmentation.augment_with_labels(
-                examples.images, examples.labels, examples.draws, image_size
+                shard.images, shard.labels, shard.draws, image_size
             )
-            outputs: Sequence[tf.Tensor] = []
-            if self._activations:
-                values = variable_values(self._activations)
-                outputs, _ = self._activations.stateless_call(*values, images, training=True)
-                outputs = tf.nest.flatten(outputs)  # a single output is no list
+        return images
+
+    def _activations_of(self, images: tf.Tensor) -> dict[str, np.ndarray]:
+        """Return the outputs of the measured layers by name."""
+        if not self._activations:
+            return {}
+        with tf.device(self.towers[-1].device):
+            values = variable_values(self._activations)
+            outputs, _ = self._activations.stateless_call(*values, images, training=True)
+        outputs = tf.nest.flatten(outputs)  # a single output is no list
         pairs = zip(self._measured, outputs, strict=True)
-        return _as_float32(images), {layer.name: _as_float32(output) for layer, output in pairs}
+        return {layer.name: _as_float32(output) for layer, output in pairs}
 
 
 def activation_layers(model: keras.Model) -> list[keras.layers.Layer]:

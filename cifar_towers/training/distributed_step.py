@@ -201,10 +201,12 @@ def _all_reduce_mean(context: tf.distribute.ReplicaContext, values: Any) -> Any:
         return leaf is not None and not is_integer(leaf)
 
     leaves = tf.nest.flatten(values)
-    floating = [leaf for leaf in leaves if is_reduced(leaf)]
-    reduced = iter(context.all_reduce(MEAN, floating) if floating else ())
-    means = [next(reduced) if is_reduced(leaf) else leaf for leaf in leaves]
-    return tf.nest.pack_sequence_as(values, means)
+    places = [place for place, leaf in enumerate(leaves) if is_reduced(leaf)]
+    if places:
+        means = context.all_reduce(MEAN, [leaves[place] for place in places])
+        for place, mean in zip(places, means, strict=True):
+            leaves[place] = mean
+    return tf.nest.pack_sequence_as(values, leaves)
 
 
 def _all_gather(
@@ -212,7 +214,8 @@ def _all_gather(
 ) -> Any:
     """Return a structure of scalars as [K] float32 of all replicas; None stays None."""
     leaves = tf.nest.flatten(scalars)
-    row = tf.stack([tf.cast(leaf, tf.float32) for leaf in leaves if leaf is not None])
+    places = [place for place, leaf in enumerate(leaves) if leaf is not None]
+    row = tf.stack([tf.cast(leaves[place], tf.float32) for place in places])
 
     # each replica fills a row of its own; the sum over the replicas is the whole table
     rows_above = tower.index
@@ -220,9 +223,9 @@ def _all_gather(
     table = tf.pad(row[None], [[rows_above, rows_below], [0, 0]])
     table = context.all_reduce(SUM, table)
 
-    columns = iter(tf.unstack(table, axis=1))
-    gathered = [None if leaf is None else next(columns) for leaf in leaves]
-    return tf.nest.pack_sequence_as(scalars, gathered)
+    for place, column in zip(places, tf.unstack(table, axis=1), strict=True):
+        leaves[place] = column
+    return tf.nest.pack_sequence_as(scalars, leaves)
 
 
 def _by_replica(strategy: tf.distribute.Strategy, values: Any) -> list:

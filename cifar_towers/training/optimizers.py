@@ -103,8 +103,8 @@ class AdamW:
 
 
 class Muon:
-    """Momentum whose direction is made nearly orthogonal, for convolution kernels [height, width,
-    C_in, C_out].
+    """Momentum whose direction is made nearly orthogonal, for kernels of convolutions [height,
+    width, C_in, C_out] and of dense layers [C_in, C_out].
 
     m <- mu m + g; w <- w (1 - learning_rate weight_decay) - learning_rate orthogonal(g + mu m).
     Every floor(2 + 15 step / total_steps) steps a kernel is first rescaled to norm sqrt(C_out),
@@ -169,16 +169,20 @@ def orthogonalize(kernel: tf.Tensor) -> tf.Tensor:
     return tf.reshape(tf.transpose(x) if tall else x, kernel.shape)
 
 
+class RateSchedule(NamedTuple):
+    """The learning rate of a parameter group: `peak` times a factor of the step."""
+
+    peak: float
+    factor: Callable[[int], float]
+    frozen_from_step: float = math.inf  # from here on no gradients are taken and nothing is updated
+
+
 class ParamGroup(NamedTuple):
-    """Variables that share an update rule and a learning rate: `peak_rate` times a factor of the
-    step.
-    """
+    """Variables that share an update rule and a learning rate."""
 
     name: str
     rule: UpdateRule
-    peak_rate: float
-    factor: Callable[[int], float]
-    frozen_from_step: float = math.inf  # from here on no gradients are taken and nothing is updated
+    schedule: RateSchedule
 
 
 class Optimizer:
@@ -189,8 +193,12 @@ class Optimizer:
 
     def learning_rates(self, step: int) -> dict[str, float]:
         """Return the learning rate of each active group in the update from `step` to `step + 1`."""
-        active = [group for group in self.groups if step < group.frozen_from_step]
-        return {group.name: group.peak_rate * group.factor(step) for group in active}
+        rates = {}
+        for group in self.groups:
+            schedule = group.schedule
+            if step < schedule.frozen_from_step:
+                rates[group.name] = schedule.peak * schedule.factor(step)
+        return rates
 
     def active_variables(self, group_names: Container[str]) -> list[tf.Variable]:
         variables: list[tf.Variable] = []
@@ -239,7 +247,7 @@ def make_optimizer(
     """Return the optimizer of a run, with a parameter group for each role.
 
     `weight_decay` is that at `learning_rate`. A role with another peak rate gets weight_decay x
-    learning_rate / peak_rate, so that all weights of one update rule whose rates follow one
+    learning_rate / its peak, so that all weights of one update rule whose rates follow one
     schedule decay by the same fraction per step. The whitening's biases have a schedule of their
     own.
 
@@ -248,20 +256,20 @@ def make_optimizer(
     """
     sgd = functools.partial(Momentum, momentum=settings.momentum, nesterov=settings.nesterov)
     muon = functools.partial(Muon, momentum=settings.muon_momentum, total_steps=length.total)
-    # optimizer -> (rule of convolution kernels, rule of all other variables)
+    # optimizer -> (rule of kernels but the head's, rule of all other variables)
     rules: dict[str, tuple[Callable[..., UpdateRule], Callable[..., UpdateRule]]]
     rules = {"momentum": (sgd, sgd), "muon": (muon, sgd), "adamw": (AdamW, AdamW)}
     of_kernels, of_others = rules[settings.optimizer]
 
     variables = split_by_role(model, is_speednet)
     groups = []
-    for role, (peak_rate, *factor) in role_schedules(settings, length).items():
+    for role, schedule in role_schedules(settings, length).items():
         decay = 0.0
-        if peak_rate:
-            decay = settings.weight_decay * settings.learning_rate / peak_rate
+        if schedule.peak:
+            decay = settings.weight_decay * settings.learning_rate / schedule.peak
         make_rule = of_kernels if role == "kernels" else of_others
         rule = make_rule(variables[role], weight_decay=decay)
-        groups.append(ParamGroup(role, rule, peak_rate, *factor))
+        groups.append(ParamGroup(role, rule, schedule))
     return Optimizer(groups)
 
 
@@ -275,10 +283,10 @@ def main_rate(rates: Mapping[str, float]) -> float:
     return next(iter(rates.values()))
 
 
-def role_schedules(settings: OptimizerSettings, length: schedules.RunLength) -> dict[str, tuple]:
-    """Return (peak learning rate, factor of a step[, first step without training]) of each role
-    over a run.
-    """
+def role_schedules(
+    settings: OptimizerSettings, length: schedules.RunLength
+) -> dict[str, RateSchedule]:
+    """Return the learning rate of each role over a run."""
     shape, points = schedules.parse_rate_schedule(settings.learning_rate_schedule)
     factor = functools.partial(
         schedules.RATE_SHAPES[shape], steps=points.steps(length), values=points.values
@@ -287,12 +295,17 @@ def role_schedules(settings: OptimizerSettings, length: schedules.RunLength) -> 
         schedules.to_steps(settings.whitening_epochs, length.steps_per_epoch)
     )
     bias_rate = settings.bias_learning_rate or settings.learning_rate
+    head_rate = settings.head_learning_rate or settings.learning_rate
     whitening_rate = settings.whitening_learning_rate or bias_rate
+
+    def factor_of_whitening(step: int) -> float:
+        return 1 - step / whitening_steps
+
     return {
-        "kernels": (settings.learning_rate, factor),
-        "biases": (bias_rate, factor),
-        "head": (settings.head_learning_rate or settings.learning_rate, factor),
-        "whitening": (whitening_rate, lambda step: 1 - step / whitening_steps, whitening_steps),
+        "kernels": RateSchedule(settings.learning_rate, factor),
+        "biases": RateSchedule(bias_rate, factor),
+        "head": RateSchedule(head_rate, factor),
+        "whitening": RateSchedule(whitening_rate, factor_of_whitening, whitening_steps),
     }
 
 

@@ -175,16 +175,17 @@ class TrainState:
         """
         named: dict[str, tf.Variable] = {"step": self.step}
 
-        def add(owner: str, of_owner: Sequence[tf.Variable]) -> None:
-            variables = [*self.model.trainable_variables, *self.model.non_trainable_variables]
-            for variable, value in zip(variables, of_owner, strict=True):
-                named[f"{owner}.{checkpoint_key(variable)}"] = value
-
-        add("model", self.weights + self.non_trainable)
-        if self.ema.averages:
-            add("ema", self.ema.averages)
-        if self.lookahead.slow:
-            add("lookahead", self.lookahead.slow)
+        variables = [*self.model.trainable_variables, *self.model.non_trainable_variables]
+        keys = [checkpoint_key(variable) for variable in variables]
+        owners = {
+            "model": self.weights + self.non_trainable,
+            "ema": self.ema.averages,
+            "lookahead": self.lookahead.slow,
+        }
+        for owner, values in owners.items():
+            if values:  # empty where none are kept
+                for key, value in zip(keys, values, strict=True):
+                    named[f"{owner}.{key}"] = value
 
         for name, variable in self.optimizer.slots().items():
             named[f"optimizer.{name}"] = variable

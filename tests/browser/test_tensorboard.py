@@ -10,7 +10,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 pytestmark = pytest.mark.browser
 
-LAST_STEP, NUM_DIAGNOSTICS, NUM_EVALUATIONS = 30, 6, 2  # of the run
+# of the run
+LAST_STEP = 30
+NUM_DIAGNOSTICS = 6
+NUM_EVALUATIONS = 2
+
 FINAL = "test/ema_tta"  # only in the last evaluation
 TRAIN = "small/train"
 EVAL = "small/eval"
@@ -30,11 +34,13 @@ SCALARS = {  # tag: minimum number of points
     f"accuracy/{FINAL}": 1,
 }
 IMAGES = {"confusion/test": EVAL, "mistakes/test": EVAL, "input/augmented": TRAIN}
-HISTOGRAMS = ["activations/group1_gelu1", "activations/logits"]
-HISTOGRAMS += [
-    f"{kind}/{layer}/kernel"
-    for kind in ("weights", "gradients")
-    for layer in ("group1_conv1", "head")
+HISTOGRAMS = [
+    "activations/group1_gelu1",
+    "activations/logits",
+    "weights/group1_conv1/kernel",
+    "weights/head/kernel",
+    "gradients/group1_conv1/kernel",
+    "gradients/head/kernel",
 ]
 BOXES = ("split_batch", "tower_0", "tower_1", "average_gradients", "apply")
 ARROWS = (
@@ -45,12 +51,7 @@ ARROWS = (
 )
 LAYERS = ("group1_conv1", "group3_conv2")  # inside a tower
 # of HPARAMS: settings and a score
-COLUMNS = (
-    "model",
-    "batch_size",
-    "learning_rate",
-    "accuracy/test/ema_tta",
-)
+COLUMNS = ("model", "batch_size", "learning_rate", "accuracy/test/ema_tta")
 
 
 def test_time_series(show, expect):
@@ -78,10 +79,10 @@ def test_images(show, expect, run):
         written = EventAccumulator(str(run.parent / of), {"tensors": 0}).Reload().Tensors(tag)[-1]
         expect(card.locator("#heading-run")).to_have_text(of)
         expect(card).to_contain_text(re.compile(rf"step\s*{written.step}"))
-        for side, pixels in zip(
-            ("naturalWidth", "naturalHeight"), written.tensor_proto.string_val[:2], strict=True
-        ):
-            expect(card.locator("img")).to_have_js_property(side, int(pixels))
+
+        width, height = written.tensor_proto.string_val[:2]
+        expect(card.locator("img")).to_have_js_property("naturalWidth", int(width))
+        expect(card.locator("img")).to_have_js_property("naturalHeight", int(height))
 
 
 def test_graphs(show, expect):
@@ -116,10 +117,8 @@ def test_distributions_and_histograms(show, expect, kind, part, count, points, h
     for tag in HISTOGRAMS:
         paths = _card(page, f"tf-{kind}-loader", tag).locator(part)
         _expect_paths(expect, paths, count, points)
-        assert (
-            max(paths.evaluate_all("all => all.map(path => path.getBoundingClientRect().height)"))
-            >= height
-        )
+        heights = paths.evaluate_all("all => all.map(path => path.getBoundingClientRect().height)")
+        assert max(heights) >= height
 
 
 def test_hparams(show, expect):
@@ -136,9 +135,8 @@ def test_hparams(show, expect):
 
 def _card(page, kind, tag):
     """Return the first card with this tag."""
-    return (
-        page.locator(kind).filter(has=page.locator("[itemprop=tag]", has_text=_exactly(tag))).first
-    )
+    title = page.locator("[itemprop=tag]", has_text=_exactly(tag))
+    return page.locator(kind).filter(has=title).first
 
 
 def _expect_paths(expect, paths, count, points):

@@ -79,12 +79,12 @@ REFUSALS = {  # what a program's message must mention
     ],
     ExportConfig: [(["--train_dir=x", "--format=tensorrt"], "format=tensorrt")],
 }
+REFUSED = []
+for program, cases in REFUSALS.items():
+    REFUSED += [(program, arguments, mention) for arguments, mention in cases]
 
 
-@pytest.mark.parametrize(
-    ("config_class", "arguments", "mention"),
-    [(config_class, *case) for config_class, cases in REFUSALS.items() for case in cases],
-)
+@pytest.mark.parametrize(("config_class", "arguments", "mention"), REFUSED)
 def test_refused_flags_are_named_in_one_line(config_class, arguments, mention):
     with pytest.raises(UsageError) as caught:
         parse(*arguments, config_class=config_class)

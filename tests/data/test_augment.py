@@ -19,13 +19,13 @@ def draws(count, **given):
         "cutout": centers,
         "brightness": zeros,
         "contrast": zeros,
+        "user": np.zeros((count, 0)),
+        "example_index": np.arange(count),
     }
-    neutral |= {"user": np.zeros((count, 0))}
+    values = neutral | given
     types = {"flip": tf.bool, "example_index": tf.int64}
-    values = neutral | {"example_index": np.arange(count)} | given
-    return RandomDraws(
-        **{name: tf.cast(value, types.get(name, tf.float32)) for name, value in values.items()}
-    )
+    tensors = {name: tf.cast(value, types.get(name, tf.float32)) for name, value in values.items()}
+    return RandomDraws(**tensors)
 
 
 @pytest.fixture
@@ -54,9 +54,8 @@ def test_shift_and_crop_are_a_window_of_the_padded_image_or_its_mirror_image(
 
 def test_normalize_by_moments_of_the_data_set_or_of_the_image(images):
     levels = tf.constant([[[[20.0, 30, 40], [21, 32, 43]]]])
-    normalized = augment.Augmentation(mean=(20.0, 30.0, 40.0), std=(1.0, 2.0, 3.0)).normalize(
-        levels
-    )
+    by_data_set = Augmentation(mean=(20.0, 30.0, 40.0), std=(1.0, 2.0, 3.0))
+    normalized = by_data_set.normalize(levels)
 
     np.testing.assert_allclose(normalized[0, 0], [[0] * 3, [1] * 3], atol=1e-6)
 
@@ -97,7 +96,9 @@ def test_tta_views_are_weighted_to_one_and_hold_the_mirror(images):
     np.testing.assert_array_equal(views[0][1], levels)
     np.testing.assert_array_equal(views[1][1], levels[:, :, ::-1])
 
-    up_left, mirrored, down_right, _ = (view.numpy() for _, view in views[2:])
+    up_left = views[2][1].numpy()
+    mirrored = views[3][1].numpy()
+    down_right = views[4][1].numpy()
     np.testing.assert_array_equal(up_left[:, 1:, 1:], levels[:, :-1, :-1])
     np.testing.assert_array_equal(down_right[:, :-1, :-1], levels[:, 1:, 1:])
     np.testing.assert_array_equal(mirrored, up_left[:, :, ::-1])
@@ -106,9 +107,8 @@ def test_tta_views_are_weighted_to_one_and_hold_the_mirror(images):
 def test_neutral_draws_change_nothing(images):
     augmentation = Augmentation(AugmentationSettings(shift=2, brightness=9, contrast=0.1))
     images = tf.constant(images)
-    np.testing.assert_allclose(
-        augmentation.augment(images, draws(6)), augmentation.evaluate(images), atol=1e-5
-    )
+    augmented = augmentation.augment(images, draws(6))
+    np.testing.assert_allclose(augmented, augmentation.evaluate(images), atol=1e-5)
 
 
 def test_evaluation_uses_the_central_crop(images):
@@ -129,10 +129,7 @@ def test_augmentation_does_not_depend_on_the_shard(images):
     drawn = draws(6, **given, brightness=random.random(6), contrast=random.random(6))
     drawn_for_part = tf.nest.map_structure(lambda d: d[2:5], drawn)
     # some processors round matrix products differently
-    for image_size, rounding in (
-        (32, 0),
-        (24, 1e-6),
-    ):
+    for image_size, rounding in ((32, 0), (24, 1e-6)):
         full = everything.augment(tf.constant(images), drawn, image_size).numpy()
         part = everything.augment(tf.constant(images[2:5]), drawn_for_part, image_size)
         np.testing.assert_allclose(part, full[2:5], rtol=0, atol=rounding)

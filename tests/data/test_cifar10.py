@@ -18,10 +18,7 @@ from cifar_towers.errors import DataError
 
 COUNT = 20  # images of a file
 # in the files' order
-PUBLISHED = {
-    "train": synthetic.make(5 * COUNT, 0, 0),
-    "test": synthetic.make(COUNT, 0, 1),
-}
+PUBLISHED = {"train": synthetic.make(5 * COUNT, 0, 0), "test": synthetic.make(COUNT, 0, 1)}
 
 
 def in_tfds_order(name):
@@ -65,12 +62,9 @@ def write(path):
 @pytest.fixture(autouse=True)
 def own_place(monkeypatch, tmp_path):
     """Leave this machine's copies, caches and network out of it."""
-    for variable, place in (
-        ("XDG_CACHE_HOME", "cache"),
-        ("KERAS_HOME", "keras"),
-        ("TFDS_DATA_DIR", "tfds"),
-    ):
-        monkeypatch.setenv(variable, str(tmp_path / place))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(socket, "create_connection", Mock(side_effect=TimeoutError))
 
@@ -80,7 +74,9 @@ def small(monkeypatch):
     """Make the small files the right ones."""
     monkeypatch.setattr(cifar10, "DIGESTS", {name: split.digest for name, split in STORED.items()})
     md5 = {name: hashlib.md5(content).hexdigest() for name, content in batches().items()}
-    known = {split: {name: md5[name] for name in names} for split, names in cifar10.BATCHES.items()}
+    known = {}
+    for split, names in cifar10.BATCHES.items():
+        known[split] = {name: md5[name] for name in names}
     monkeypatch.setattr(cifar10, "BATCHES", known)
 
 
@@ -208,10 +204,7 @@ def test_cache_is_read_unless_it_is_damaged(decoded, caplog, damage):
     assert are_verified(cifar10.load())
     assert decoded == ["train", "test"]
     assert sources.load(sources.find("auto")).digests() == cifar10.DIGESTS
-    assert decoded == [
-        "train",
-        "test",
-    ]
+    assert decoded == ["train", "test"]
 
     path = cifar10._cached_file("train")
     path.write_bytes(damage(path.read_bytes()))
@@ -262,11 +255,8 @@ REAL = tfds_source.tfds_directory()
 def test_real_data_set_has_the_published_counts_and_moments():
     data = sources.load(sources.find("cifar10", str(REAL)), validation_examples=5000)
 
-    assert [len(s.labels) for s in (data.train, data.validation, data.test)] == [
-        45_000,
-        5_000,
-        10_000,
-    ]
+    counts = [len(split.labels) for split in (data.train, data.validation, data.test)]
+    assert counts == [45_000, 5_000, 10_000]
     assert data.test.digest == cifar10.DIGESTS["test"]
     assert (data.test.class_counts() == 1000).all()
 

@@ -30,21 +30,18 @@ def test_validation_split_is_disjoint_and_reproducible():
 
 
 def test_changed_splits_are_found_by_a_checkpoints_digests():
-    train, test, other = (synthetic.make(20, 0, stream) for stream in range(3))
+    train = synthetic.make(20, 0, 0)
+    test = synthetic.make(20, 0, 1)
+    other = synthetic.make(20, 0, 2)
     data = dataset.Dataset("some", *split_validation(train, 5), test)
     metadata = {f"{name}_sha256": digest for name, digest in data.digests().items()}
 
-    assert metadata.keys() == {
-        "train_sha256",
-        "validation_sha256",
-        "test_sha256",
-    }
+    assert metadata.keys() == {"train_sha256", "validation_sha256", "test_sha256"}
     assert not data.changed_splits(metadata)
     assert data._replace(test=other).changed_splits(metadata) == ["test"]
-    assert data._replace(train=other, validation=other).changed_splits(metadata) == [
-        "train",
-        "validation",
-    ]
+
+    changed = data._replace(train=other, validation=other)
+    assert changed.changed_splits(metadata) == ["train", "validation"]
 
     without = data._replace(validation=train.take(slice(0)))
     assert without.changed_splits(metadata) == ["validation"]  # it is missing now

@@ -22,12 +22,7 @@ ARRAYS = {
     "y_test": TEST.labels,
 }
 # of the tables: pictures of the levels 10, 20, 30 and 40
-FILES = [
-    "a/1.png",
-    "a/2.jpg",
-    "3.png",
-    "b/4.gif",
-]
+FILES = ["a/1.png", "a/2.jpg", "3.png", "b/4.gif"]
 DIVIDED = {  # the digests of train and test where a fifth of `TRAIN` becomes the test split
     write_folder: ("1e1213e949f5f315", "f2b08e552352c5c3"),
     write_table: ("1e1213e949f5f315", "f2b08e552352c5c3"),
@@ -57,11 +52,10 @@ def table(root, lines):
 
 def arrays(root, changes):
     """Write the file of `ARRAYS` with changes, None to leave one out."""
+    changed = ARRAYS | changes
+    kept = {name: array for name, array in changed.items() if array is not None}
     root.mkdir(exist_ok=True)
-    np.savez(
-        root / "some.npz",
-        **{name: array for name, array in (ARRAYS | changes).items() if array is not None},
-    )
+    np.savez(root / "some.npz", **kept)
     return f"npz:{root / 'some.npz'}"
 
 
@@ -77,10 +71,8 @@ def examples(split):
 
 def levels(split):
     """Return (level, class) of each example, sorted."""
-    return sorted(
-        (int(i[0, 0, 0]), split.info.class_names[n])
-        for i, n in zip(split.images, split.labels, strict=True)
-    )
+    classes = [split.info.class_names[label] for label in split.labels]
+    return sorted(zip((int(image[0, 0, 0]) for image in split.images), classes, strict=True))
 
 
 # What the three sources promise -------------------------------------------------------------------
@@ -100,8 +92,8 @@ def test_splits_are_read_as_they_are(tmp_path, write):
 
     for split, written in (("train", TRAIN), ("test", TEST), ("validation", VALIDATION)):
         assert examples(getattr(data, split)) == examples(written)
-    pixels = TRAIN.images.reshape(-1, 3)
 
+    pixels = TRAIN.images.reshape(-1, 3)
     np.testing.assert_allclose([data.info.mean, data.info.std], [pixels.mean(0), pixels.std(0)])
     assert data.test.info == data.train.info
 
@@ -110,7 +102,8 @@ def test_a_fifth_of_each_class_is_the_test_split_in_the_order_of_earlier_runs(
     tmp_path, caplog, write
 ):
     caplog.set_level("INFO", "cifar_towers")
-    one, other = (load(write(tmp_path / place, train=TRAIN)) for place in ("one", "other"))
+    one = load(write(tmp_path / "one", train=TRAIN))
+    other = load(write(tmp_path / "other", train=TRAIN))
 
     assert one.digests() == other.digests()  # wherever the data lie
     assert tuple(digest[:16] for digest in one.digests().values()) == DIVIDED[write]
@@ -224,19 +217,16 @@ def test_one_class_is_refused(tmp_path):
 
 def test_hidden_and_other_files_are_left_out_and_counted(tmp_path, caplog):
     caplog.set_level("INFO", "cifar_towers")
-    for level, place in enumerate(
-        ("train/cat/1.PNG", "train/dog/2.jpeg", "test/cat/3.png", "test/dog/4.gif")
-    ):
+    places = ("train/cat/1.PNG", "train/dog/2.jpeg", "test/cat/3.png", "test/dog/4.gif")
+    for level, place in enumerate(places):
         put(tmp_path / place, level)
     for place in ("loose.png", "train/loose.png", "train/cat/._1.png", "test/.trash/1.png"):
         put(tmp_path / place, 99)
     (tmp_path / "test/cat/readme.txt").touch()
     data = load(f"folder:{tmp_path}", 8)
 
-    assert [levels(split) for split in (data.train, data.test)] == [
-        [(0, "cat"), (1, "dog")],
-        [(2, "cat"), (3, "dog")],
-    ]
+    assert levels(data.train) == [(0, "cat"), (1, "dog")]
+    assert levels(data.test) == [(2, "cat"), (3, "dog")]
     assert lines_with(caplog.text, f"folder:{tmp_path}", "5 left out")
     assert lines_with(caplog.text, "cat 1, dog 1")
 
@@ -258,17 +248,16 @@ def test_files_of_a_table_are_relative_to_it(tmp_path):
 
 
 def test_missing_and_unreadable_files_are_named(tmp_path):
-    name = table(
-        tmp_path, ["file,label,split", "a/1.png,cat,train", "a/2.jpg,dog,train", "a/5.png,dog,test"]
-    )
+    rows = ["a/1.png,cat,train", "a/2.jpg,dog,train", "a/5.png,dog,test"]
+    name = table(tmp_path, ["file,label,split", *rows])
     with pytest.raises(DataError, match="a/5.png"):
         load(name)
+
     (tmp_path / "labels.csv").write_bytes("file,label\na/1.png,été".encode("latin-1"))
     with pytest.raises(DataError, match="utf-8"):
         sources.find(name)
-    name = folder(
-        tmp_path / "photos", [f"{label}/{index}.png" for label in "ab" for index in range(2)]
-    )
+
+    name = folder(tmp_path / "photos", ["a/0.png", "a/1.png", "b/0.png", "b/1.png"])
     (tmp_path / "photos/b/a\n\x1b[31m.png").write_bytes(b"no picture")
     with pytest.raises(DataError, match=r"b/a\\n\\x1b\[31m.png") as caught:
         load(name)
@@ -291,6 +280,5 @@ def test_grey_arrays_without_names_get_three_channels_and_are_resized(tmp_path):
     assert data.info.class_names == tuple("0123456789")
 
     expected = image_files.resize_all(np.repeat(TEST.images[..., :1], 3, axis=3), 20)
-    assert {image.tobytes() for image in data.test.images} == {
-        image.tobytes() for image in expected
-    }
+    found = {image.tobytes() for image in data.test.images}
+    assert found == {image.tobytes() for image in expected}

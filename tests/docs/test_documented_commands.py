@@ -20,13 +20,13 @@ from tests.helpers.user_data import write_arrays, write_folder, write_table
 
 ROOT = Path(__file__).parents[2]
 PAGES = [(ROOT / f"docs/{name}.md").read_text() for name in ("training", "your-own", "inference")]
-BLOCKS = [block for page in PAGES for block in re.findall(r"^```\w*\n(.*?)^```", page, re.S | re.M)]
-COMMANDS = [
-    line
-    for block in BLOCKS
-    for line in block.splitlines()
-    if re.match("(cifar-towers|make) ", line)
-]
+BLOCKS = []
+for page in PAGES:
+    BLOCKS += re.findall(r"^```\w*\n(.*?)^```", page, re.S | re.M)
+COMMANDS = []
+for block in BLOCKS:
+    COMMANDS += [line for line in block.splitlines() if re.match("(cifar-towers|make) ", line)]
+
 OWN = r"^cifar-towers train .*((mine|mixup)\.py|photos|labels|arrays|init_from)"
 TRAINED = [line for line in COMMANDS if re.search(OWN, line)]
 OWN_NET = [line for line in COMMANDS if "mobilenet.py" in line]  # train, predict, evaluate
@@ -36,19 +36,20 @@ USED = [line for line in COMMANDS if re.search(USES, line)]
 ONE_STEP = ["--max_steps=1", "--notta", "--precision=float32"]
 PHOTOS = ["--dataset=folder:photos", "--batch_size=128"]
 SMALL = [  # in place of the recipe's net, one that compiles quickly
-    *(
-        "--model=cifarnet",
-        "--crop=24",
-        "--shift=0",
-        "--image_size_schedule=",
-        "--optimizer=momentum",
-    ),
-    *("--learning_rate=0.1", "--bias_learning_rate=0", "--head_learning_rate=0"),
+    "--model=cifarnet",
+    "--crop=24",
+    "--shift=0",
+    "--image_size_schedule=",
+    "--optimizer=momentum",
+    "--learning_rate=0.1",
+    "--bias_learning_rate=0",
+    "--head_learning_rate=0",
 ]
 
 
 def block_with(text):
-    (block,) = (block for block in BLOCKS if text in block)
+    matching = [block for block in BLOCKS if text in block]
+    (block,) = matching
     return block
 
 
@@ -98,7 +99,11 @@ def words_of(command):
     words = shlex.split(command, comments=True)
     if words[0] == "make":
         words = shlex.split(make("--dry-run", *words[1:]).splitlines()[-1])
-    return [path for word in words[1:] for path in (sorted(glob.glob(word)) or [word])]
+
+    expanded = []
+    for word in words[1:]:
+        expanded += sorted(glob.glob(word)) or [word]
+    return expanded
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -129,16 +134,15 @@ def test_command_uses_a_run(command, runs, here, capsys):
 
 
 def test_predictions_become_a_table(runs, here, capsys):
-    (command,) = (command for command in USED if "predict" in command and "--json" in command)
+    matching = [line for line in USED if "predict" in line and "--json" in line]
+    (command,) = matching
     run(command)
     out = capsys.readouterr().out
     Path("predictions.jsonl").write_text(out)
     exec(compile(block_with("submission.csv"), "inference.md", "exec"), {})
 
-    assert Path("submission.csv").read_text().splitlines() == [
-        "id,label",
-        f"b,{json.loads(out)['class']}",
-    ]
+    lines = Path("submission.csv").read_text().splitlines()
+    assert lines == ["id,label", f"b,{json.loads(out)['class']}"]
 
 
 @pytest.mark.slow

@@ -20,13 +20,15 @@ CODE = [cell for cell in CELLS if cell["cell_type"] == "code"]
 
 
 def kept_text(cell):
-    return "".join(line for output in cell["outputs"] for line in output.get("text", ()))
+    lines = []
+    for output in cell["outputs"]:
+        lines += output.get("text", ())
+    return "".join(lines)
 
 
 def test_links_resolve():
-    text = "".join(
-        line for cell in CELLS if cell["cell_type"] == "markdown" for line in cell["source"]
-    )
+    pages = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "markdown"]
+    text = "".join(pages)
     links = re.findall(r"\]\(([^)\s]+)\)", text)
     assert links
     assert [link for link in links if not (NOTEBOOK.parent / link).exists()] == []
@@ -42,14 +44,12 @@ def test_cells_print_their_outputs(monkeypatch):
     plt.switch_backend("Agg")
     with matplotlib.rc_context():
         for number, cell in enumerate(CODE, 1):
+            source = "".join(cell["source"])
+            code = compile(source, f"docs/towers.ipynb, code cell {number}", "exec")
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
-                exec(
-                    compile(
-                        "".join(cell["source"]), f"docs/towers.ipynb, code cell {number}", "exec"
-                    ),
-                    names,
-                )
+                exec(code, names)
+
             assert_prints_the_same(printed.getvalue(), kept_text(cell), rel=0.05)
             assert len(plt.get_fignums()) == sum("data" in output for output in cell["outputs"])
             plt.close("all")

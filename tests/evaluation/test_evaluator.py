@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
@@ -6,7 +8,8 @@ import tensorflow as tf
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.dataset import Split
 from cifar_towers.evaluation import evaluator
-from cifar_towers.evaluation.evaluator import Classifier, score_split
+from cifar_towers.evaluation.evaluator import Classifier, Logits
+from cifar_towers.evaluation.score import Score
 from cifar_towers.training.distributed_step import make_strategy
 
 
@@ -19,21 +22,26 @@ def reader():
 
 
 def make_evaluator(every_steps, validation=0, tta=False):
-    """Return an evaluator until step 10, and a list of the calls of its evaluation function."""
+    """Return an evaluator until step 10, and a list of the calls of its classifier, whose logits
+    are 1 and 2 for raw and averaged weights, and ten times as large with TTA.
+    """
     calls = []
 
-    def evaluate(split, weights, non_trainable, tta):
-        calls.append((len(split.labels), weights, non_trainable, tta))
-        views = (False, True) if tta else (False,)
-        return {with_tta: f"{weights[0]}, {with_tta}" for with_tta in views}
+    def logits(images, weights, non_trainable, tta):
+        calls.append((len(images), weights, non_trainable, tta))
+        plain = np.full([len(images), 3], weights[0])
+        return Logits(plain, 10 * plain)
 
-    values = {name: ([f"{name} weights"], [f"{name} statistics"]) for name in ("raw", "ema")}
+    values = {"raw": ([1.0], ["raw statistics"]), "ema": ([2.0], ["averages"])}
     counts = {"validation": validation, "test": 7}
     splits = {
         name: Split(np.zeros((n, 4, 4, 3), np.uint8), np.zeros(n, np.int64))
         for name, n in counts.items()
     }
-    return evaluator.Evaluator(evaluate, splits, values, every_steps, last_step=10, tta=tta), calls
+    classifier = SimpleNamespace(logits=logits)
+    return evaluator.Evaluator(
+        classifier, splits, values, every_steps, last_step=10, tta=tta
+    ), calls
 
 
 @pytest.mark.parametrize(
@@ -51,18 +59,18 @@ def test_averaged_weights_are_scored_before_the_end_and_raw_ones_once_at_the_end
     found = evaluations.run()
 
     assert [(each.split, each.weights, each.tta) for each in found] == [(first, "ema", False)]
-    assert calls == [(validation or 7, ["ema weights"], ["ema statistics"], False)]
+    assert calls == [(validation or 7, [2.0], ["averages"], False)]
 
-    splits = dict.fromkeys((first, "test"))
-    kinds = (
-        ("raw", False, "raw weights, False"),
-        ("ema", False, "ema weights, False"),
-        ("ema", True, "ema weights, True"),
-    )
+    found = evaluations.run(final=True)
+    expected = []
+    for split in dict.fromkeys((first, "test")):
+        expected += [
+            (split, "raw", False, 1),
+            (split, "ema", False, 2),
+            (split, "ema", True, 20),
+        ]
 
-    assert [
-        (each.split, each.weights, each.tta, each.score) for each in evaluations.run(final=True)
-    ] == [(split, *kind) for split in splits for kind in kinds]
+    assert [(e.split, e.weights, e.tta, e.score.logits[0, 0]) for e in found] == expected
 
 
 @pytest.mark.parametrize(("count", "examples"), [(1, 10), (2, 4001), (3, 10), (7, 1)])
@@ -72,15 +80,13 @@ def test_every_example_counts_once_on_any_number_of_towers(towers, reader, count
     images = np.zeros((examples, 32, 32, 3), np.uint8)
     images[:, 0, 0, 0] = 255 * red
     classifier = Classifier(reader, towers(count), Augmentation())
-    split = Split(images, labels)
-    found = score_split(classifier, split, [tf.one_hot([1], 10)], [], tta=False)[False]
+    logits = classifier.logits(images, [tf.one_hot([1], 10)], [])
+    found = Score(labels, logits.plain)
 
+    assert found.count == examples
     # below the mean level the logit of class 1 is negative, and class 0 is the first of the others
-    assert (found.count, found.correct, found.confusion.sum()) == (
-        examples,
-        (red == labels).sum(),
-        examples,
-    )
+    assert found.correct == (red == labels).sum()
+    assert found.confusion.sum() == examples
 
 
 @pytest.mark.parametrize(("image_size", "at_once"), [(18, 9), (64, 1)])
@@ -90,31 +96,26 @@ def test_larger_images_come_in_smaller_batches(towers, monkeypatch, image_size, 
     images = keras.Input((image_size, image_size, 3))
     x = keras.layers.Lambda(lambda x: seen.append(x.shape[0]) or x)(images)
     model = keras.Model(images, keras.layers.GlobalMaxPooling2D()(x))
-    split = Split(np.zeros((10, image_size, image_size, 3), np.uint8), np.arange(10) % 2)
-    classifier = Classifier(model, towers(1), Augmentation())
-    found = score_split(classifier, split, [], [], tta=False)[False]
+    levels = np.zeros((10, image_size, image_size, 3), np.uint8)
+    logits = Classifier(model, towers(1), Augmentation()).logits(levels, [], [])
 
     assert {*seen} - {None} == {at_once}
-    assert found.count == 10
-    assert found.confusion.sum() == 10
+    assert logits.plain.shape == (10, 3)
 
 
 def test_tta_scores_the_mean_logits_of_its_views(towers, reader):
     images = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), np.uint8)
     kernel = np.random.default_rng(1).normal(size=(1, 10)).astype("f4")
-    split = Split(images, np.arange(6))
     classifier = Classifier(reader, towers(2), Augmentation())
-    scores = score_split(classifier, split, [tf.constant(kernel)], [], tta=True)
-    plain = score_split(classifier, split, [tf.constant(kernel)], [], tta=False)
+    found = classifier.logits(images, [tf.constant(kernel)], [], tta=True)
+    without = classifier.logits(images, [tf.constant(kernel)], [])
     levels = ((images / 255 - 0.4914) / 0.2470)[..., 0]
     padded = np.pad(levels, [(0, 0), (1, 1), (1, 1)], "reflect")
-    views = {0.25: [levels], 0.125: [padded[:, :32, :32], padded[:, 2:, 2:]]}
-    red = sum(share * (v[:, 0, 0] + v[:, 0, -1]) for share, vs in views.items() for v in vs)
-    logits = red[:, None] * kernel
-    expected = np.mean([np.log(np.exp(row).sum()) - row[i] for i, row in enumerate(logits)])
+    views = [(0.25, levels), (0.125, padded[:, :32, :32]), (0.125, padded[:, 2:, 2:])]
+    red = sum(share * (view[:, 0, 0] + view[:, 0, -1]) for share, view in views)
 
-    assert scores[True].loss == pytest.approx(expected, rel=1e-4)
-    assert scores[False].record() == plain[False].record()
+    np.testing.assert_allclose(found.tta, red[:, None] * kernel, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(found.plain, without.plain)
 
 
 def test_two_sets_of_mirrored_weights_are_two(towers):
@@ -125,11 +126,9 @@ def test_two_sets_of_mirrored_weights_are_two(towers):
         model = keras.Model(images, logits)
         weights = [v.value for v in model.trainable_variables]
         average = [tf.Variable(2 * v) for v in weights]
-    split = Split(
-        np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3), np.uint8), np.zeros(8, np.int64)
-    )
+    images = np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3), np.uint8)
     classifier = Classifier(model, two, Augmentation())
-    one = classifier.logits(split.images, weights, [])[False]
-    other = classifier.logits(split.images, average, [])[False]
+    one = classifier.logits(images, weights, []).plain
+    other = classifier.logits(images, average, []).plain
 
     np.testing.assert_allclose(other, 2 * one, rtol=1e-5)

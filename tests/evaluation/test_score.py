@@ -1,5 +1,7 @@
 """Accuracy, loss, calibration and intervals of a split, by hand."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -65,12 +67,11 @@ def test_wilson_interval():
 
     assert (low, high) == pytest.approx((0.8256, 0.9448), abs=1e-4)
     assert wilson_interval(1.0, 10)[1] == pytest.approx(1.0)
-    assert all(
-        0 <= end <= 1
-        for number in range(1, 2000)
-        for share in (0.0, 1.0)
-        for end in wilson_interval(share, number)
-    )
+
+    for number, share in itertools.product(range(1, 2000), (0.0, 1.0)):
+        low, high = wilson_interval(share, number)
+        assert 0 <= low <= 1
+        assert 0 <= high <= 1
 
 
 @pytest.mark.parametrize(

@@ -31,21 +31,20 @@ def main() -> int:
     parser.add_argument("--long", action="store_true", help="many more trials (hours)")
     parser.add_argument("--only", default="", help="regular expression on the names of experiments")
     args = parser.parse_args()
-    code = (
-        path
-        for folder in ("cifar_towers", "tests/faults")
-        for path in sorted(Path(folder).rglob("*.py"))
-    )
+
+    code = sorted(Path("cifar_towers").rglob("*.py"))
+    code += sorted(Path("tests/faults").rglob("*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in code)).hexdigest()[:8]
-    log = harness.TrialLog(
-        Path("runs/faults", f"{'long' if args.long else 'quick'}-{digest}", "trials.jsonl")
-    )
+    length = "long" if args.long else "quick"
+    log = harness.TrialLog(Path("runs/faults", f"{length}-{digest}", "trials.jsonl"))
+
     experiments = []
     for name in MODULES:
         experiments += importlib.import_module(f"tests.faults.{name}").EXPERIMENTS
     chosen = [experiment for experiment in experiments if re.search(args.only, experiment.name)]
     if not chosen:
         parser.error(f"--only={args.only} is none of {', '.join(e.name for e in experiments)}")
+
     for experiment in chosen:
         harness.run(experiment, log, long=args.long)
     print(harness.summary(log))

@@ -49,14 +49,7 @@ sys.exit(max(task.wait() % 256 for task in tasks))
 """
 SCONTROL = '#!/bin/sh\necho "$@" >> "$SLURM_SUBMIT_DIR/scontrol"\n'
 # the command that follows
-ISOLATED = (
-    "unshare",
-    "--net",
-    "sh",
-    "-c",
-    'ip link set lo up && exec "$@"',
-    "sh",
-)
+ISOLATED = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 
 
 def signal_worker(number: signal.Signals, victims: Sequence[int], trial: Trial) -> str:

@@ -31,15 +31,15 @@ Tree = dict[str, bytearray]  # path -> content
 PREPARED = Path(os.environ.get("TFDS_DATA_DIR", "")).expanduser().resolve()
 FILES = {split: f"cifar10-{split}.tfrecord-00000-of-00001" for split in ("train", "test")}
 DATA_FAULTS = (
-    *(
-        "change a pixel",
-        "change a label",
-        "swap records",
-        "repeat a record",
-        "drop the last",
-        "swap splits",
-    ),
-    *("delete the split", *BYTE_FAULTS, *["damage metadata"] * 3),
+    "change a pixel",
+    "change a label",
+    "swap records",
+    "repeat a record",
+    "drop the last",
+    "swap splits",
+    "delete the split",
+    *BYTE_FAULTS,
+    *["damage metadata"] * 3,
 )
 
 
@@ -47,11 +47,8 @@ def damage_checkpoint(trial: Trial) -> str:
     """Guaranteed: weights of the newest intact step, or of a newer one; a refusal if no checkpoint
     is intact.
     """
-    saved = {
-        path: content
-        for path, content in saving.record(trial.subject)[0].now().items()
-        if content is not None
-    }
+    disk, _ = saving.record(trial.subject)
+    saved = {path: content for path, content in disk.now().items() if content is not None}
     damaged = saved
     while damaged == saved:  # as when a block of zeros is zeroed
         damaged = {name: bytearray(content) for name, content in saved.items()}
@@ -60,12 +57,14 @@ def damage_checkpoint(trial: Trial) -> str:
         path = trial.scratch / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
+
     checkpoints = list(_by_checkpoint(saved).values())
     steps = saving.STEPS[-len(checkpoints) :]
-    intact = [all(damaged.get(name) == saved[name] for name in names) for names in checkpoints]
-    newest_intact = max(
-        step for step, is_intact in zip((0, *steps), (True, *intact), strict=True) if is_intact
-    )
+    newest_intact = 0
+    for step, names in zip(steps, checkpoints, strict=True):
+        if all(damaged.get(name) == saved[name] for name in names):
+            newest_intact = step
+
     step, state = harness.in_worker(subjects.recover, trial.subject, trial.scratch)
     if state.startswith("refused"):
         check(not newest_intact, state)
@@ -80,13 +79,17 @@ def _by_checkpoint(tree: Tree) -> dict[str, list[str]]:
     """Return the files of each checkpoint, oldest first; of two backups, `.bkp` is the older."""
     checkpoints: dict[str, list[str]] = {}
     for name in sorted(tree, key=lambda name: (not name.endswith(".bkp"), name)):
-        numbered = re.search(r"(step|ckpt)-\d+", name)
         if name != "checkpoint":  # the manager's index
-            key = (
-                numbered[0] if numbered else "the backup" if name.endswith(".bkp") else "the newest"
-            )
-            checkpoints.setdefault(key, []).append(name)
+            checkpoints.setdefault(_checkpoint_of(name), []).append(name)
     return checkpoints
+
+
+def _checkpoint_of(file: str) -> str:
+    """Return the name of the checkpoint that a file belongs to."""
+    numbered = re.search(r"(step|ckpt)-\d+", file)
+    if numbered:
+        return numbered[0]
+    return "the backup" if file.endswith(".bkp") else "the newest"
 
 
 def _damage_tree(rng: random.Random, tree: Tree) -> str:
@@ -111,7 +114,9 @@ def _damage_tree(rng: random.Random, tree: Tree) -> str:
             del tree[one]
             return f"{one} deleted"
     for name, other_name in zip(names, other_names, strict=True):
-        tree[name], tree[other_name] = tree[other_name], tree[name]
+        content = tree[name]
+        tree[name] = tree[other_name]
+        tree[other_name] = content
     return f"{one} and {other} swapped"
 
 
@@ -119,9 +124,8 @@ def damage_bytes(rng: random.Random, content: bytearray, fault: str) -> str:
     """Damages the content of a file in place; returns a description."""
     position = rng.randrange(len(content))
     match fault:
-        case (
-            "flip a bit"
-        ):  # half of them near the beginning or end, where most formats say how to read the rest
+        case "flip a bit":
+            # half of them near the beginning or end, where most formats say how to read the rest
             near = position % END_BYTES
             bit = rng.randrange(8)
             position = rng.choice((position, position, near, len(content) - 1 - near))
@@ -151,23 +155,21 @@ def damage_data(trial: Trial) -> str:
     copy = trial.scratch / "data" / cifar10.BUILDER
     copy.mkdir(parents=True)
     files = {}
+    fault = DATA_FAULTS[trial.index % len(DATA_FAULTS)]
     while all(content == _content(name) for name, content in files.items()):
-        trial.details, files = _change_files(
-            trial.rng, split, DATA_FAULTS[trial.index % len(DATA_FAULTS)]
-        )
+        trial.details, files = _change_files(trial.rng, split, fault)
+
     for path in (PREPARED / cifar10.BUILDER).iterdir():
-        content = files.get(path.name, path)
-        if content is path:
+        if path.name not in files:
             (copy / path.name).symlink_to(path)
-        elif content is not None:
-            (copy / path.name).write_bytes(content)
+        elif files[path.name] is not None:
+            (copy / path.name).write_bytes(files[path.name])
+
     message = harness.in_worker(_read, trial.scratch, split)
     if not message:
         return "harmless"
-    check(
-        f"{split} split" in message or FILES[split] in message,
-        f"detected, split not named: {message}",
-    )
+    is_named = f"{split} split" in message or FILES[split] in message
+    check(is_named, f"detected, split not named: {message}")
     return "detected"
 
 
@@ -201,10 +203,8 @@ def _change_files(
         return f"{split}: deleted", {name: None}
     if fault == "swap splits":
         train, test = FILES.values()
-        return f"the files of the splits swapped, {split} read", {
-            train: _content(test),
-            test: _content(train),
-        }
+        swapped = {train: _content(test), test: _content(train)}
+        return f"the files of the splits swapped, {split} read", swapped
     if fault == "damage metadata":
         name = rng.choice(("dataset_info.json", "features.json"))
         fault = rng.choice(BYTE_FAULTS)
@@ -234,7 +234,9 @@ def _change_records(rng: random.Random, records: list[bytes], fault: str) -> str
             del records[max(one, 1) :]
             return f"only the first {len(records)} records left"
         case "swap records":
-            records[one], records[other] = records[other], records[one]
+            record = records[one]
+            records[one] = records[other]
+            records[other] = record
             return f"records {one} and {other} swapped"
         case "repeat a record":
             records[other] = records[one]
@@ -255,14 +257,8 @@ def _change_records(rng: random.Random, records: list[bytes], fault: str) -> str
     return f"{fault} of record {one}"
 
 
+MISSING = "" if cifar10.is_prepared(PREPARED) else "a prepared CIFAR-10 in TFDS_DATA_DIR"
 EXPERIMENTS = [
     Experiment("damaged checkpoint", subjects.ALL, 60, 1000, damage_checkpoint, saving.MISSING),
-    Experiment(
-        "damaged data",
-        (subjects.OURS,),
-        20,
-        500,
-        damage_data,
-        "" if cifar10.is_prepared(PREPARED) else "a prepared CIFAR-10 in TFDS_DATA_DIR",
-    ),
+    Experiment("damaged data", (subjects.OURS,), 20, 500, damage_data, MISSING),
 ]

@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 # that an operation that was not synced has reached the disk
-REACH_PROBABILITIES = (
-    0.0,
-    0.1,
-    0.5,
-    0.9,
-    1.0,
-)
+REACH_PROBABILITIES = (0.0, 0.1, 0.5, 0.9, 1.0)
 State = dict[str, bytes | None]  # path -> content of a file, None for a directory
 
 

@@ -24,26 +24,21 @@ from tests.faults.subjects import OURS
 LAST = runs.STEPS
 KEPT = 3
 STEPS = range(3, LAST + 1, 3)  # those that are saved
-POINTS = (
-    "start",
-    "training",
-    *(f"{event} {step}" for step in STEPS for event in ("saving", "after")),
-    "again",
-)
+POINTS = ["start", "training"]
+for _step in STEPS:
+    POINTS += [f"saving {_step}", f"after {_step}"]
+POINTS.append("again")
+
 FAULTS = (  # how the point begins where the fault does, and what it is
-    *(
-        ("start", "full"),
-        ("start", "read-only"),
-        ("training", "full"),
-        ("after", "full"),
-        ("after", "few files"),
-    ),
-    *(
-        ("saving", "full"),
-        ("saving", "few files"),
-        (f"saving {LAST}", "full"),
-        (f"saving {LAST}", "few files"),
-    ),
+    ("start", "full"),
+    ("start", "read-only"),
+    ("training", "full"),
+    ("after", "full"),
+    ("after", "few files"),
+    ("saving", "full"),
+    ("saving", "few files"),
+    (f"saving {LAST}", "full"),
+    (f"saving {LAST}", "few files"),
 )
 MAX_FILES = 500
 LIMITS = f"size=500m,nr_inodes={MAX_FILES}"
@@ -64,7 +59,8 @@ def fill_disk(trial: Trial) -> str:
     fault. If the last step could not be saved, one line says so, and the same command resumes when
     there is room.
     """
-    rng, (begins, kind) = trial.rng, FAULTS[trial.index % len(FAULTS)]
+    rng = trial.rng
+    begins, kind = FAULTS[trial.index % len(FAULTS)]
     first = rng.choice([point for point in POINTS if point.startswith(begins)])
     last = rng.choice(("", rng.choice(POINTS[POINTS.index(first) + 1 :])))
     fault = Fault(kind, rng.choice((0.0, rng.random())), first, last)
@@ -79,9 +75,9 @@ def fill_disk(trial: Trial) -> str:
         again, _ = _train(trial, Fault("none", 0.0, "", ""))
         check(again.exit_code == 0, f"restarted: {again.ending}")
         again.check_resumed(saved)
-        return (
-            "last not saved, then done" if hooks.STARTED in run.output else "not started, then done"
-        )
+        if hooks.STARTED in run.output:
+            return "last not saved, then done"
+        return "not started, then done"
 
 
 @contextlib.contextmanager
@@ -122,10 +118,10 @@ def _mount(*arguments: str) -> None:
 
 def _train(trial: Trial, fault: Fault) -> tuple[Run, list[str]]:
     """Return a run that ended, and its events, after a check of all guarantees."""
-    with runs.train(
-        OURS, trial.scratch, prepare=functools.partial(_watch, trial.scratch / "run", fault)
-    ) as run:
+    prepare = functools.partial(_watch, trial.scratch / "run", fault)
+    with runs.train(OURS, trial.scratch, prepare=prepare) as run:
         run.wait()
+
     events = re.findall(r"^event: (.+)$", run.output, re.MULTILINE)
     begin = events.index("fault") if "fault" in events else len(events)
     end = events.index("lifted") if "lifted" in events else len(events)
@@ -133,15 +129,20 @@ def _train(trial: Trial, fault: Fault) -> tuple[Run, list[str]]:
     done = f"saved {LAST}" in events
     errors = re.findall(r"^(?:run|usage): .+$", run.output, re.MULTILINE)
     _, weights = runs.reference(OURS)
+    with_room = events[:begin] + events[end:]
+    if done:
+        exit_codes = (0,)
+    elif started:
+        exit_codes = (1,)
+    else:
+        exit_codes = (1, 2)
+
     failures = {
         "traceback": "Traceback" in run.output,
-        f"exit code {run.exit_code}": run.exit_code
-        not in ((0,) if done else (1,) if started else (1, 2)),
+        f"exit code {run.exit_code}": run.exit_code not in exit_codes,
         "not one line of error": len(errors) != (0 if done else 1),
         "ended before the last step": started and not done and f"failed {LAST}" not in events,
-        "a save failed with room": any(
-            event.startswith("failed") for event in events[:begin] + events[end:]
-        ),
+        "a save failed with room": any(event.startswith("failed") for event in with_room),
         "a checkpoint was lost": "lost" in events or _has_lost_checkpoint(events, run.directory),
         "other weights": started and weights[:16] not in run.output,
         "other result": run.weights not in ("", weights),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from cifar_towers import trainer
 from cifar_towers.cli import main
 from cifar_towers.data import sources, synthetic
+from cifar_towers.evaluation.evaluator import Classifier
 from cifar_towers.reporting.console import Progress
 from cifar_towers.runs.directory import RunDirectory
 from cifar_towers.training import step
@@ -26,7 +27,7 @@ PARTS = {  # of a run: the owner and name of a function
     "averaging": (step, "average_gradients"),  # of all towers, while a step is traced
     "update": (trainer.Training, "start_step"),
     "step": (StepRunner, "start"),
-    "evaluation": (trainer, "score_split"),
+    "evaluation": (Classifier, "logits"),
     "save": (RunDirectory, "save"),
     "progress": (Progress, "step"),
 }

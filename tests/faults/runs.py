@@ -55,11 +55,7 @@ LONG_FLAGS = (
     "--checkpoint_every_steps=0",
 )
 # after the first evaluation, which opens files that stay open; and each length
-SAMPLED_STEPS = (
-    400,
-    1000,
-    5000,
-)
+SAMPLED_STEPS = (400, 1000, 5000)
 MAX_GROWTH_MB = 20.0  # between the samples; the allocator alone takes about 10 once
 MAX_SAVING = 0.02  # of the time
 PEER_STARTS = 3  # until an undisturbed run of a peer must have finished; ours has one

@@ -27,7 +27,10 @@ BACKUP = "BackupAndRestore"
 ALL = (OURS, MANAGER, BACKUP)
 MAX_TO_KEEP = 3
 SHAPES = {"kernel": (60, 40), "bias": (40,), "head": (40, 10)}
-RUN_STEPS, SAVE_EVERY_STEPS, BATCH_SIZE = 30, 3, 20  # as in `runs`
+# as in `runs`
+RUN_STEPS = 30
+SAVE_EVERY_STEPS = 3
+BATCH_SIZE = 20
 # save a step; restore, which returns the step of the state
 Saver = tuple[Callable[[int], object], Callable[[], int]]
 
@@ -109,13 +112,15 @@ def recover(subject: str, directory: Path) -> tuple[int, str]:
     except Exception as error:
         is_foreseen = subject != OURS or isinstance(error, DataError)
         return 0, f"{'refused' if is_foreseen else 'crashed'}: {type(error).__name__}"
-    values = {float(value) for array in arrays for value in np.unique(array)}
+
+    found = set()
+    for array in arrays:
+        found |= {float(value) for value in np.unique(array)}
     if step:
-        intact = values == {float(step)} and {array.shape for array in arrays} == set(
-            SHAPES.values()
-        )
+        shapes = {array.shape for array in arrays}
+        intact = found == {float(step)} and shapes == set(SHAPES.values())
     else:
-        intact = not arrays or 0 in values  # Keras begins with a bias of 0
+        intact = not arrays or 0 in found  # Keras begins with a bias of 0
     return step, "intact" if intact else "wrong weights"
 
 
@@ -154,9 +159,8 @@ def train_peer(subject: str, directory: Path) -> None:
         if step % SAVE_EVERY_STEPS == 0:
             save(step)
             print(f"saved step {step}", flush=True)
-    weights = b"".join(
-        variable.numpy().tobytes() for variable in (*model.variables, *optimizer.variables)
-    )
-    files.write_json(
-        directory / files.RESULT, {"weights_sha256": hashlib.sha256(weights).hexdigest()}
-    )
+
+    variables = [*model.variables, *optimizer.variables]
+    weights = b"".join(variable.numpy().tobytes() for variable in variables)
+    result = {"weights_sha256": hashlib.sha256(weights).hexdigest()}
+    files.write_json(directory / files.RESULT, result)

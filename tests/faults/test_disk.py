@@ -26,34 +26,48 @@ IN_PLACE = (b"", b"2", b"22", b"222", b"2222", b"1111", b"2111", b"2211", b"2221
 # left
 CASES = {
     "name not synced": (
-        *(("create", "file"), ("write", "file", 0, b"ab"), {"file": b"ab"}),
-        *([{}, *contents(b"", b"a", b"ab", b"\0\0")], ("sync", "file"), [{}, *contents(b"ab")]),
-        *(("sync", "."), contents(b"ab")),
+        ("create", "file"),
+        ("write", "file", 0, b"ab"),
+        {"file": b"ab"},
+        [{}, *contents(b"", b"a", b"ab", b"\0\0")],
+        ("sync", "file"),
+        [{}, *contents(b"ab")],
+        ("sync", "."),
+        contents(b"ab"),
     ),
     "written in place": (
-        *(
-            ("create", "file"),
-            ("write", "file", 0, b"1111"),
-            ("sync", "file"),
-            ("sync", "."),
-            contents(b"1111"),
-        ),
-        *(("truncate", "file", 0), ("write", "file", 0, b"2222"), contents(*IN_PLACE)),
-        *(("sync", "file"), contents(b"2222")),
+        ("create", "file"),
+        ("write", "file", 0, b"1111"),
+        ("sync", "file"),
+        ("sync", "."),
+        contents(b"1111"),
+        ("truncate", "file", 0),
+        ("write", "file", 0, b"2222"),
+        contents(*IN_PLACE),
+        ("sync", "file"),
+        contents(b"2222"),
     ),
     "a rename": (
-        *(("create", "new"), ("write", "new", 0, b"new"), ("sync", "new")),
-        *(("create", "old"), ("write", "old", 0, b"old"), ("sync", "old"), ("sync", ".")),
-        *(
-            ("rename", "new", "old"),
-            {"old": b"new"},
-            [{"old": b"new"}, {"new": b"new", "old": b"old"}],
-        ),
-        *(("sync", "."), [{"old": b"new"}]),
+        ("create", "new"),
+        ("write", "new", 0, b"new"),
+        ("sync", "new"),
+        ("create", "old"),
+        ("write", "old", 0, b"old"),
+        ("sync", "old"),
+        ("sync", "."),
+        ("rename", "new", "old"),
+        {"old": b"new"},
+        [{"old": b"new"}, {"new": b"new", "old": b"old"}],
+        ("sync", "."),
+        [{"old": b"new"}],
     ),
     "one name, whichever renames are lost": (
-        *(("mkdir", "a"), ("create", "a/one"), ("sync", "a"), ("sync", ".")),
-        *(("rename", "a/one", "two"), ("rename", "two", "three")),
+        ("mkdir", "a"),
+        ("create", "a/one"),
+        ("sync", "a"),
+        ("sync", "."),
+        ("rename", "a/one", "two"),
+        ("rename", "two", "three"),
         [{"a": None, "a/one": b""}, {"a": None, "two": b""}, {"a": None, "three": b""}],
         ("remove", "three"),
         [
@@ -62,17 +76,19 @@ CASES = {
             {"a": None, "two": b""},
             {"a": None, "three": b""},
         ],
-        *(("sync", "."), [{"a": None}]),
+        ("sync", "."),
+        [{"a": None}],
     ),
     "in a lost directory": (
-        *(
-            ("mkdir", "a"),
-            ("create", "a/file"),
-            ("sync", "a/file"),
-            ("sync", "a"),
-            [{}, {"a": None, "a/file": b""}],
-        ),
-        *(("remove", "a/file"), ("remove", "a"), ("sync", "."), [{}]),
+        ("mkdir", "a"),
+        ("create", "a/file"),
+        ("sync", "a/file"),
+        ("sync", "a"),
+        [{}, {"a": None, "a/file": b""}],
+        ("remove", "a/file"),
+        ("remove", "a"),
+        ("sync", "."),
+        [{}],
     ),
 }
 
@@ -114,18 +130,17 @@ def test_write_whole_survives_power_loss_unless_it_forgets_to_sync(
         if forgotten != "its directory":
             disk.do("sync", ".")
 
-    for owner, name, function in (
-        (os, "fsync", sync_file),
-        (os, "replace", rename),
-        (files, "sync", sync_directory),
-    ):
-        monkeypatch.setattr(owner, name, function)
+    monkeypatch.setattr(os, "fsync", sync_file)
+    monkeypatch.setattr(os, "replace", rename)
+    monkeypatch.setattr(files, "sync", sync_directory)
+
     files.write_whole(path, b"old")
     first = len(disk)
     files.write_whole(path, b"new")
-    meanwhile = {
-        state.get(path.name) for moment in range(first, len(disk)) for state in states(disk, moment)
-    }
+    meanwhile = set()
+    for moment in range(first, len(disk)):
+        meanwhile |= {state.get(path.name) for state in states(disk, moment)}
     afterwards = {state.get(path.name) for state in states(disk, len(disk))}
+    survives = meanwhile == {b"old", b"new"} and afterwards == {b"new"}
 
-    assert (meanwhile == {b"old", b"new"} and afterwards == {b"new"}) == (forgotten == "nothing")
+    assert survives == (forgotten == "nothing")

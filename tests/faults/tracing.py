@@ -39,20 +39,9 @@ class Call(NamedTuple):
 def strace(output: Path, *options: str) -> Iterator[None]:
     """Write the calls of TRACED names by each thread of this process to files `output.<thread>`."""
     trace = "trace=" + ",".join(f"?{name}" for name in TRACED)  # a processor may lack some of them
-    command = [
-        "strace",
-        "-ff",
-        "-y",
-        "-xx",
-        "-s",
-        "100000000",
-        "-o",
-        str(output),
-        "-e",
-        trace,
-        *options,
-    ]
-    tracer = subprocess.Popen([*command, "-p", str(os.getpid())], stderr=subprocess.PIPE, text=True)
+    command = ["strace", "-ff", "-y", "-xx", "-s", "100000000", "-o", str(output), "-e", trace]
+    command += [*options, "-p", str(os.getpid())]
+    tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     message = tracer.stderr.readline()
     if not re.search(r"Process \d+ attached", message):
         raise RuntimeError(f"strace cannot attach: {message.strip()}")
@@ -75,7 +64,8 @@ def replay(trace: Path, root: Path, marker: str) -> tuple[Disk, list[Call]]:
     numbers = Counter()
     positions = Counter()
     for line in trace.read_text().splitlines():
-        if not (match := re.fullmatch(r"(\w+)\((.*?)\)? *(?:= (.*))?", line)):
+        match = re.fullmatch(r"(\w+)\((.*?)\)? *(?:= (.*))?", line)
+        if not match:
             continue
         name, arguments, result = match.groups(default="?")  # `?` if it never returned
         numbers[name] += 1

@@ -2,6 +2,7 @@
 tables of runs.
 """
 
+import itertools
 import json
 
 import numpy as np
@@ -26,29 +27,24 @@ def make_run(
 ):
     """Write the directory of a run; its numbers follow from the recipe, the seed and the step."""
     directory.mkdir(parents=True)
-    final = 0.9 + 0.02 * (recipe == "speed94") + 0.004 * (3 * seed % 5)
+    final = 0.9
+    if recipe == "speed94":
+        final += 0.02
+    final += 0.004 * (3 * seed % 5)
+
     records = []
     evaluations = []
     for step in range(1, last_step + 1):
         records.append(_train_record(step, final))
         is_last = finished and step == last_step
         if step % 2 == 0 or is_last:
-            kinds = [
-                (weights, tta)
-                for weights in ("raw", "ema")[: 1 + ema]
-                for tta in (False, True)[: 1 + is_last]
-            ]
+            all_weights = ["raw", "ema"] if ema else ["raw"]
+            with_tta = [False, True] if is_last else [False]
+            kinds = itertools.product(all_weights, with_tta)
             evaluations = [_evaluation(step, weights, tta, final) for weights, tta in kinds]
-            records += [
-                {
-                    "kind": "eval",
-                    "step": step,
-                    "epoch": step,
-                    "training_seconds": 60 * step,
-                    **evaluation,
-                }
-                for evaluation in evaluations
-            ]
+            common = {"kind": "eval", "step": step, "epoch": step, "training_seconds": 60 * step}
+            records += [common | evaluation for evaluation in evaluations]
+
     config = {
         "recipe": recipe,
         "model": "net",
@@ -85,7 +81,7 @@ def make_run(
                 "input": 2.5,
                 "evaluate": 11.0,
             },
-            "weights_sha256": f"{seed:x}" * 64,
+            "weights_sha256": 64 * f"{seed:x}",
             "evaluations": evaluations,
         }
         (directory / "result.json").write_text(json.dumps(result))
@@ -115,7 +111,11 @@ def _train_record(step, final):
 
 
 def _evaluation(step, weights, tta, final):
-    accuracy = final - 0.4 / step + 0.006 * tta + 0.01 * (weights == "ema")
+    accuracy = final - 0.4 / step
+    if tta:
+        accuracy += 0.006
+    if weights == "ema":
+        accuracy += 0.01
     return {
         "split": "test",
         "weights": weights,
@@ -132,9 +132,8 @@ def read_records(directory, kind=None):
 
 
 def write_records(directory, records):
-    (directory / "metrics.jsonl").write_text(
-        "".join(json.dumps(record) + "\n" for record in records)
-    )
+    lines = [json.dumps(record) + "\n" for record in records]
+    (directory / "metrics.jsonl").write_text("".join(lines))
 
 
 def read_result(directory):
@@ -143,7 +142,8 @@ def read_result(directory):
 
 def change(directory, name, **values):
     """Change values of a JSON file."""
-    (directory / name).write_text(json.dumps(json.loads((directory / name).read_text()) | values))
+    content = json.loads((directory / name).read_text())
+    (directory / name).write_text(json.dumps(content | values))
 
 
 def write_scores(directory, *scores):

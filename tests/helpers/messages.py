@@ -10,14 +10,18 @@ NUMBER = r"-?\d[\d,]*\.?\d*(?:e[+-]\d+)?"
 
 def lines_with(text, *parts):
     """Return the lines of `text` that contain all parts."""
-    return [line for line in text.splitlines() if all(str(part) in line for part in parts)]
+
+    def has_all(line):
+        return all(str(part) in line for part in parts)
+
+    return [line for line in text.splitlines() if has_all(line)]
 
 
 def words_and_numbers(text):
     """Return the words of `text`, with n in place of numbers, and the numbers."""
-    return re.sub(NUMBER, "n", text).split(), [
-        float(n.replace(",", "")) for n in re.findall(NUMBER, text)
-    ]
+    words = re.sub(NUMBER, "n", text).split()
+    numbers = [float(number.replace(",", "")) for number in re.findall(NUMBER, text)]
+    return words, numbers
 
 
 def assert_prints_the_same(printed, kept, rel):

@@ -62,15 +62,7 @@ def call(patch, program, *arguments):
 
 
 # under `make test`
-OUTER_MAKE = {
-    "MAKEFLAGS",
-    "MFLAGS",
-    "MAKEOVERRIDES",
-    "MAKELEVEL",
-    "ARGS",
-    "CONFIG",
-    "NUM_GPUS",
-}
+OUTER_MAKE = {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS", "CONFIG", "NUM_GPUS"}
 
 
 def make(*arguments):

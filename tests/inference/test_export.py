@@ -90,13 +90,15 @@ def write_run(config):
     for variable in variables:
         low, high = (-0.4, 0.6) if variable.path.endswith(("variance", "gamma")) else (-0.1, 0.1)
         variable.assign_add(random.uniform(low, high, variable.shape))
-    (*_, head) = (layer for layer in model.layers if isinstance(layer, keras.layers.Dense))
-    head.kernel.assign(
-        head.kernel / np.std(model(build.make_augmentation(config, info).evaluate(IMAGES)))
-    )
-    values = {
-        f"ema.{variable.path.replace('/', '.')}": variable.value.numpy() for variable in variables
-    }
+
+    dense = [layer for layer in model.layers if isinstance(layer, keras.layers.Dense)]
+    head = dense[-1]
+    logits = model(build.make_augmentation(config, info).evaluate(IMAGES))
+    head.kernel.assign(head.kernel / np.std(logits))
+
+    values = {}
+    for variable in variables:
+        values[f"ema.{variable.path.replace('/', '.')}"] = variable.value.numpy()
     facts = {
         "facts": {"precision": "float32"},
         "dataset": "synthetic",
@@ -132,8 +134,10 @@ def test_every_format_gives_the_checkpoints_probabilities_without_this_package(
     program += "import numpy as np\nimages = np.load('images.npy')\n"
     np.save(tmp_path / "images.npy", IMAGES)
     for name in names:
-        export_with(runs[name], format=kind, out=str(tmp_path / name), check=100 * (name == "own"))
+        check = 100 if name == "own" else 0
+        export_with(runs[name], format=kind, out=str(tmp_path / name), check=check)
         assert (tmp_path / name / "classes.txt").read_text().splitlines() == list(synthetic.CLASSES)
+
     read = [name for name in names if (name, kind) != ("own", "keras")]
     for name in read:
         program += f"folder = {name!r}\n{READ[kind]}\nnp.save('{name}.npy', probabilities)\n"
@@ -187,9 +191,8 @@ def test_keras_file_is_trained_on(runs, tmp_path):
     export_with(runs["speednet"], format="keras", **settings)
     model = keras.models.load_model(tmp_path / "net/model.keras")
     model.compile(keras.optimizers.SGD(0.2), "sparse_categorical_crossentropy")
-    losses = model.fit(TRAIN.images, TRAIN.labels, batch_size=50, epochs=3, verbose=0).history[
-        "loss"
-    ]
+    fit = model.fit(TRAIN.images, TRAIN.labels, batch_size=50, epochs=3, verbose=0)
+    losses = fit.history["loss"]
 
     assert losses[-1] < 0.95 * losses[0]
 

@@ -116,9 +116,8 @@ def test_predictions_are_those_of_the_model_with_averaged_weights(run, here, cap
     predict_images(PredictConfig(train_dir=str(run), pictures=("pictures",), **settings))
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
-    assert [answer["picture"] for answer in answers] == [
-        f"pictures/{index}.png" for index in range(5)
-    ]
+    expected = [f"pictures/{index}.png" for index in range(5)]
+    assert [answer["picture"] for answer in answers] == expected
 
     trained = TrainedModel(TrainedRunConfig(train_dir=str(run)))
     images = trained.augmentation.evaluate(tf.constant(TEST.images[:5]))
@@ -127,9 +126,8 @@ def test_predictions_are_those_of_the_model_with_averaged_weights(run, here, cap
         top = np.argsort(-probabilities)[:3]
         assert answer["class"] == synthetic.CLASSES[top[0]]
         assert list(answer["probabilities"]) == [synthetic.CLASSES[index] for index in top]
-        np.testing.assert_allclose(
-            list(answer["probabilities"].values()), probabilities[top], atol=1e-5
-        )
+        found = list(answer["probabilities"].values())
+        np.testing.assert_allclose(found, probabilities[top], atol=1e-5)
 
 
 def test_pictures_are_answered_also_beside_others_that_cannot_be_read(run, here, capsys):
@@ -170,8 +168,7 @@ def test_logits_that_are_not_finite_have_no_class_and_no_score(run, monkeypatch,
     class Overflowing(predict.Classifier):
         def logits(self, *inputs):
             found = super().logits(*inputs)
-            for logits in found.values():
-                logits[1] = np.inf
+            found.plain[1] = np.inf
             return found
 
     monkeypatch.setattr(predict, "Classifier", Overflowing)
@@ -185,7 +182,10 @@ def test_logits_that_are_not_finite_have_no_class_and_no_score(run, monkeypatch,
 def test_evaluation_gives_what_training_stored_and_what_predictions_say(run, split, tta, num_gpus):
     record = evaluated(run, split=split, tta=tta, num_gpus=num_gpus)
     stored = json.loads((run / "result.json").read_text())["evaluations"]
-    (same,) = (s for s in stored if (s["split"], s["weights"], s["tta"]) == (split, "ema", tta))
+    kind = (split, "ema", tta)
+    matching = [one for one in stored if (one["split"], one["weights"], one["tta"]) == kind]
+    (same,) = matching
+
     for key in ("count", "accuracy", "confusion"):
         assert record[key] == same[key]
 
@@ -193,10 +193,9 @@ def test_evaluation_gives_what_training_stored_and_what_predictions_say(run, spl
 
     data = TEST if split == "test" else split_validation(TRAIN, 100)[1]
     probabilities = predicted(run, data.images, tta=tta)
+    of_labels = np.take_along_axis(probabilities, data.labels[:, None], 1)
 
-    assert record["loss"] == pytest.approx(
-        -np.log(np.take_along_axis(probabilities, data.labels[:, None], 1)).mean()
-    )
+    assert record["loss"] == pytest.approx(-np.log(of_labels).mean())
     assert record["correct"] == (probabilities.argmax(1) == data.labels).sum()
 
     low, high = record["interval95"]
@@ -213,9 +212,8 @@ def test_table_names_the_class_that_errors_go_to(run):
     confusion = np.array(own_record(run)["confusion"])
     np.fill_diagonal(confusion, 0)
     for line, row in zip(table, confusion, strict=True):
-        assert line.endswith(
-            f"  {synthetic.CLASSES[row.argmax()]} ({row.max()})" if row.any() else "  -"
-        )
+        errors = f"{synthetic.CLASSES[row.argmax()]} ({row.max()})" if row.any() else "-"
+        assert line.endswith(f"  {errors}")
 
 
 def test_a_run_in_float32_is_evaluated_so_also_where_bfloat16_is_faster(run, monkeypatch):
@@ -236,7 +234,9 @@ def test_checkpoint_is_chosen_by_its_step_and_weights_by_their_name(run):
 
 
 def test_own_model_is_executed_only_if_the_user_names_it_wherever_it_is_now(tmp_path):
-    file, moved, executed = (tmp_path / name for name in ("nets.py", "moved.py", "executed"))
+    file = tmp_path / "nets.py"
+    moved = tmp_path / "moved.py"
+    executed = tmp_path / "executed"
     file.write_text(f"{Path(nets.__file__).read_text()}\nopen({str(executed)!r}, 'w')\n")
     config = replace(
         CONFIG, model=f"{file}:tiny", crop=0, num_gpus=1, train_dir=str(tmp_path / "own")
@@ -325,8 +325,9 @@ def test_other_sets_are_scored_by_the_names_of_their_classes(run, tmp_path):
     assert not np.any(record["confusion"][4:])
     assert np.isnan(record["per_class"][synthetic.CLASSES[9]])
 
-    names = TEST.info._replace(class_names=tuple(f"my {name}" for name in synthetic.CLASSES))
-    others = write_arrays(tmp_path / "others", test=replace(TEST, info=names))
+    names = tuple(f"my {name}" for name in synthetic.CLASSES)
+    renamed = replace(TEST, info=TEST.info._replace(class_names=names))
+    others = write_arrays(tmp_path / "others", test=renamed)
     for settings, error, named in (
         ({"dataset": others}, DataError, "my "),
         ({"split": "train"}, UsageError, "train"),
@@ -354,10 +355,12 @@ def test_the_example_evaluates_a_run_on_each_set_of_corrupted_images(run, monkey
     monkeypatch.setattr(sources, "find", find)
     corruptions.main(run)
     lines = capsys.readouterr().out.splitlines()
-    accuracies = [f"{100 * right.mean():.2f} %", "100.00 %", "0.00 %"]
+    expected = []
+    for name in corruptions.CORRUPTIONS:
+        expected += [
+            f"cifar10_corrupted/{name}_1: {100 * right.mean():.2f} %",
+            f"cifar10_corrupted/{name}_3: 100.00 %",
+            f"cifar10_corrupted/{name}_5: 0.00 %",
+        ]
 
-    assert lines == [
-        f"cifar10_corrupted/{name}_{severity}: {accuracy}"
-        for name in corruptions.CORRUPTIONS
-        for severity, accuracy in zip(sets, accuracies, strict=True)
-    ]
+    assert lines == expected

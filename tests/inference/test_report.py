@@ -25,9 +25,17 @@ from tests.helpers.example_runs import (
 from tests.helpers.programs import call
 
 HOSTILE = "<script>alert('1')</script><img src=http://evil.example/x.png onerror=\"x()\">&amp;\"'\n"
-RAW, TTA, REPORTED = (
-    f"accuracy, %\n{name}" for name in ("test/raw", "test/raw_tta", "as reported")
-)
+RAW = "accuracy, %\ntest/raw"
+TTA = "accuracy, %\ntest/raw_tta"
+REPORTED = "accuracy, %\nas reported"
+
+
+def cell_texts(root, part):
+    """Return the texts of the cells of each row, in the `thead` or `tbody` of all tables."""
+    rows = []
+    for row in root.iterfind(f".//{part}/tr"):
+        rows.append(["".join(cell.itertext()) for cell in row])
+    return rows
 
 
 class Page:
@@ -37,15 +45,13 @@ class Page:
         self.html = html
         root = ElementTree.fromstring(html)
         self.tags = {element.tag for element in root.iter()}
-        self.attributes = [
-            (element.tag, *pair) for element in root.iter() for pair in element.items()
-        ]
+        self.attributes = []
+        for element in root.iter():
+            self.attributes += [(element.tag, name, value) for name, value in element.items()]
         self.images = [image.attrib for image in root.iter("img")]
         self.texts = list(root.itertext())
-        self.heads, self.rows = (
-            [["".join(cell.itertext()) for cell in row] for row in root.iterfind(f".//{part}/tr")]
-            for part in ("thead", "tbody")
-        )
+        self.heads = cell_texts(root, "thead")
+        self.rows = cell_texts(root, "tbody")
 
     def row(self, start):
         """Return the cells after the first in the first row that begins with it."""
@@ -70,12 +76,11 @@ def render(*directories):
 
 def accuracies(directories, tta):
     """Return the final accuracies in percent."""
-    return [
-        100 * s["accuracy"]
-        for d in directories
-        for s in read_result(d)["evaluations"]
-        if s["tta"] == tta
-    ]
+    found = []
+    for directory in directories:
+        scores = read_result(directory)["evaluations"]
+        found += [100 * score["accuracy"] for score in scores if score["tta"] == tta]
+    return found
 
 
 def test_page_of_the_program_is_self_contained(tmp_path, monkeypatch, capsys):
@@ -119,18 +124,17 @@ def test_results_of_runs_and_of_groups_are_those_of_their_files(tmp_path, undraw
         for heading, score in zip((RAW, TTA), result["evaluations"], strict=True):
             assert cells[heading] == f"{100 * score['accuracy']:.2f}\nloss {score['loss']:.4f}"
         assert cells["images/s"] == f"{result['images_per_sec']:,.0f}"
-        assert (
-            cells["training, s\nwith input and compilation"] == f"{540.25 + seed + 2.5 + 21.5:.1f}"
-        )
+        seconds = 540.25 + seed + 2.5 + 21.5
+        assert cells["training, s\nwith input and compilation"] == f"{seconds:.1f}"
         others = [cells[name] for name in ("steps", "seed", "towers", "precision", "skipped steps")]
         assert others == ["8", str(seed), "2", "bfloat16", "0"]
         assert cells["weights\nsha256"] == result["weights_sha256"][:16]
+
+    means = page.results("speed94\nseeds 0, 1, 2", table=1)
     for heading, tta in ((RAW, False), (TTA, True)):
         values = accuracies(runs, tta)
         expected = f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f} % (n=3)"
-        assert (
-            page.results("speed94\nseeds 0, 1, 2", table=1)[heading.replace(", %", "")] == expected
-        )
+        assert means[heading.replace(", %", "")] == expected
 
     assert any(text.startswith("speed94 - other: +2.00 points") for text in page.texts)
 
@@ -181,9 +185,8 @@ def test_missing_files_and_records_are_left_out(tmp_path, undrawn, missing):
     parts = {"mistakes.png": "mistakes", "train": "training loss", "eval": "test/raw accuracy"}
     for part in parts.values():
         assert any(part in image["alt"] for image in complete.images), part
-        assert any(part in image["alt"] for image in page.images) == (part != parts.get(missing)), (
-            part
-        )
+        is_drawn = any(part in image["alt"] for image in page.images)
+        assert is_drawn == (part != parts.get(missing)), part
 
 
 def test_all_strings_are_escaped(tmp_path, undrawn):
@@ -216,7 +219,8 @@ def test_all_strings_are_escaped(tmp_path, undrawn):
     assert all(image["src"].startswith("data:image/png;base64,") for image in page.images)
     assert page.row(HOSTILE) == [HOSTILE, "-"]  # the setting
 
-    (command,) = [text for text in page.texts if text.endswith(" 'a b'")]
+    commands = [text for text in page.texts if text.endswith(" 'a b'")]
+    (command,) = commands
     assert shlex.split(command) == [HOSTILE, "a b"]
 
 
@@ -228,10 +232,7 @@ def test_differing_and_shared_settings_and_commands(tmp_path, undrawn):
     page = render(*runs)
 
     assert page.row("batch_size") == ["1536", "1535"]
-    assert page.row("git_revision") == [
-        "abc1230",
-        "abc1231",
-    ]
+    assert page.row("git_revision") == ["abc1230", "abc1231"]
     assert page.row("model") == ["net"]  # shared
 
     commands = [shlex.split(text) for text in page.texts if text.startswith("cifar-towers train ")]
@@ -250,7 +251,8 @@ def test_every_run_has_the_name_of_its_data_set(tmp_path, undrawn):
 def test_curves_have_a_band_of_several_runs_and_are_averaged_over_neighbors():
     x, mean, low, high = report.mean_curve([{0: 1.0, 1: 3.0}, {0: 3.0, 1: 5.0, 2: 6.0}])
 
-    assert x.tolist() == [0, 1, 2] and mean.tolist() == [2, 4, 6]  # one run has ended before 2
+    assert x.tolist() == [0, 1, 2]
+    assert mean.tolist() == [2, 4, 6]  # one run has ended before 2
     np.testing.assert_allclose(high - mean, [2**0.5, 2**0.5, 0])
     np.testing.assert_allclose(mean - low, high - mean)
 
@@ -262,9 +264,6 @@ def test_curves_have_a_band_of_several_runs_and_are_averaged_over_neighbors():
 
 def test_more_groups_than_a_picture_can_distinguish_take_several(tmp_path, undrawn):
     paths = [make_run(tmp_path / f"r{i}", f"recipe{i}", last_step=2) for i in range(9)]
-    pictures = [
-        text
-        for text, _ in report.curves(group_by_recipe(read_runs(paths)))
-        if "training loss" in text
-    ]
+    curves = report.curves(group_by_recipe(read_runs(paths)))
+    pictures = [text for text, _ in curves if "training loss" in text]
     assert [text.count("recipe") for text in pictures] == [8, 1]

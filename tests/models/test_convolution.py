@@ -19,27 +19,29 @@ def processor(monkeypatch, *features):
 
 
 def ops(dtype, channels, device, strides=1, padding="SAME", filters=64):
+    def convolve(images, kernel):
+        return convolution.conv2d(tf.identity(images), kernel, strides, padding)
+
     @tf.function
     def step(images, kernel):
         with tf.device(device):
-            return gradients(
-                lambda x, k: convolution.conv2d(tf.identity(x), k, strides, padding),
-                images,
-                kernel,
-                None,
-            )
+            return gradients(convolve, images, kernel, None)
 
-    arguments = tf.ones([1, 7, 7, channels], dtype), tf.ones([3, 3, channels, filters], dtype)
-    return step.get_concrete_function(*arguments).graph.get_operations()
+    images = tf.ones([1, 7, 7, channels], dtype)
+    kernel = tf.ones([3, 3, channels, filters], dtype)
+    return step.get_concrete_function(images, kernel).graph.get_operations()
 
 
 GRADIENT_SIZES = [((4, 7, 7), (3, 3)), ((4, 5, 6), (5, 3)), ((4, 2, 2), (3, 5))]
 WINOGRAD_SIZES = [(1, 15, 15), (3, 8, 4), (3, 7, 7), (1, 3, 3), (3, 2, 2)]
-CASES = [  # dtype, channels, filters, the largest error as a part of the largest value
-    *((("bfloat16", 128, 64, 0.01), *sizes) for sizes in GRADIENT_SIZES),
-    *((("float32", 24, 64, 1e-5), *sizes) for sizes in GRADIENT_SIZES),
-    *((("float32", 64, 128, 3e-5), size, (3, 3)) for size in WINOGRAD_SIZES),
-]
+# dtype, channels, filters, the largest error as a part of the largest value
+CASES = [(("bfloat16", 128, 64, 0.01), *sizes) for sizes in GRADIENT_SIZES]
+CASES += [(("float32", 24, 64, 1e-5), *sizes) for sizes in GRADIENT_SIZES]
+CASES += [(("float32", 64, 128, 3e-5), size, (3, 3)) for size in WINOGRAD_SIZES]
+
+
+def largest_error(values, true):
+    return np.abs(tf.cast(values, tf.float64) - true).max()
 
 
 @pytest.mark.parametrize(("layer", "shape", "window"), CASES)
@@ -48,9 +50,15 @@ def test_values_and_gradients_equal_tensorflows(monkeypatch, layer, shape, windo
     """The convolution is a SAME one, or one without the last row and column of an odd size."""
     processor(monkeypatch, "avx2")
     random = np.random.default_rng(0)
-    (dtype, channels, filters, rounding), (images, high, wide) = layer, shape
-    out_high, out_wide = (high - high % 2, wide - wide % 2) if even else (high, wide)
-    shapes = (*shape, channels), (*window, channels, filters), (images, out_high, out_wide, filters)
+    dtype, channels, filters, rounding = layer
+    images, high, wide = shape
+    out_high = high - high % 2 if even else high
+    out_wide = wide - wide % 2 if even else wide
+    shapes = [
+        (images, high, wide, channels),
+        (*window, channels, filters),
+        (images, out_high, out_wide, filters),
+    ]
     exact = [tf.constant(random.normal(size=size)) for size in shapes]
     padding = convolution.even_padding(exact[0].shape, exact[1].shape) if even else "SAME"
 
@@ -62,9 +70,8 @@ def test_values_and_gradients_equal_tensorflows(monkeypatch, layer, shape, windo
     tensorflows = gradients(convolve, *narrow)
     true_values = gradients(convolve, *(tf.cast(tensor, "float64") for tensor in narrow))
     for actual, theirs, true in zip(ours, tensorflows, true_values, strict=True):
-        error, allowed = (
-            np.abs(tf.cast(values, tf.float64) - true).max() for values in (actual, theirs)
-        )
+        error = largest_error(actual, true)
+        allowed = largest_error(theirs, true)
         # some processors accumulate in bfloat16, with errors of this size
         assert error <= max(1.5 * allowed, rounding * np.abs(true).max())
 
@@ -113,19 +120,19 @@ OTHERS = [  # ... and it is not
     ("winograd", (), [(tf.float32, 256, CPU, 1, "SAME", 256)]),
     ("winograd", AVX512, [(tf.float32, 64, CPU, 1, "SAME", 128)]),
 ]
+MEASURED = [(*row, True) for row in FORMS]
+MEASURED += [(*row, False) for row in OTHERS]
 
 
-@pytest.mark.parametrize(
-    ("form", "features", "convolutions", "faster"),
-    [*((*row, True) for row in FORMS), *((*row, False) for row in OTHERS)],
-)
+@pytest.mark.parametrize(("form", "features", "convolutions", "faster"), MEASURED)
 def test_forms_are_used_only_where_they_were_measured_to_be_faster(
     monkeypatch, form, features, convolutions, faster
 ):
     processor(monkeypatch, *features)
     replaced = {"products": "Conv2DBackpropFilter", "winograd": "Conv2D"}[form]
     for arguments in convolutions:
-        assert (replaced not in {op.type for op in ops(*arguments)}) == faster, arguments
+        types = {op.type for op in ops(*arguments)}
+        assert (replaced not in types) == faster, arguments
 
 
 @pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float32])
@@ -133,9 +140,8 @@ def test_forms_are_used_only_where_they_were_measured_to_be_faster(
 def test_gradient_to_kernel_has_no_explicit_padding_on_cpus(dtype, device, expected):
     """There oneDNN does not have it, and TensorFlow's own takes up to 60 times as long."""
     padding = convolution.even_padding(tf.TensorShape([1, 7, 7, 3]), tf.TensorShape([3, 3, 3, 64]))
-    to_kernel = [
-        op for op in ops(dtype, 3, device, 1, padding) if op.type == "Conv2DBackpropFilter"
-    ]
+    operations = ops(dtype, 3, device, 1, padding)
+    to_kernel = [op for op in operations if op.type == "Conv2DBackpropFilter"]
     assert [op.get_attr("padding") for op in to_kernel] == [expected]
 
 
@@ -144,12 +150,10 @@ def test_gradient_to_kernel_has_no_explicit_padding_on_cpus(dtype, device, expec
 def test_any_other_padding_is_as_in_tensorflow(monkeypatch, padding, strides):
     processor(monkeypatch, "avx2")
     random = np.random.default_rng(0)
-    arguments = [
-        tf.constant(random.normal(size=shape), tf.float32)
-        for shape in ((2, 7, 7, 64), (3, 3, 64, 128))
-    ]
-    ours = gradients(lambda x, k: convolution.conv2d(x, k, strides, padding), *arguments, None)
-    theirs = gradients(lambda x, k: tf.nn.conv2d(x, k, strides, padding), *arguments, None)
+    images = tf.constant(random.normal(size=(2, 7, 7, 64)), tf.float32)
+    kernel = tf.constant(random.normal(size=(3, 3, 64, 128)), tf.float32)
+    ours = gradients(lambda x, k: convolution.conv2d(x, k, strides, padding), images, kernel, None)
+    theirs = gradients(lambda x, k: tf.nn.conv2d(x, k, strides, padding), images, kernel, None)
     for actual, expected in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-3)
 
@@ -157,15 +161,20 @@ def test_any_other_padding_is_as_in_tensorflow(monkeypatch, padding, strides):
 # ---- Winograd's algorithm
 
 
+def as_fractions(matrix):
+    """Return the matrix with the exact fractions that its numbers stand for."""
+    return np.vectorize(lambda value: Fraction(value).limit_denominator(10_000), [object])(matrix)
+
+
 @pytest.mark.parametrize("tile", convolution.WINOGRAD_TILES)
 def test_winograd_transforms_are_exact(tile):
     """Every product of a pixel and a weight comes to exactly one in its output and to zero
     elsewhere.
     """
-    from_image, from_kernel, to_output = (
-        np.vectorize(lambda value: Fraction(value).limit_denominator(10_000), [object])(matrix)
-        for matrix in convolution.winograd_transforms(tile)
-    )
+    from_image, from_kernel, to_output = convolution.winograd_transforms(tile)
+    from_image = as_fractions(from_image)
+    from_kernel = as_fractions(from_kernel)
+    to_output = as_fractions(to_output)
     side = tile + 2
     weights = np.einsum("op,pi,pk->oik", to_output, from_image, from_kernel)
     expected = np.zeros_like(weights)
@@ -181,6 +190,5 @@ def test_winograd_of_any_number_of_images():
     traced = convolve.get_concrete_function(tf.TensorSpec([None, 7, 7, 5]), kernel)
     for count in (1, 3):
         images = tf.random.normal([count, 7, 7, 5])
-        np.testing.assert_allclose(
-            traced(images, kernel), tf.nn.conv2d(images, kernel, 1, "SAME"), atol=1e-3
-        )
+        expected = tf.nn.conv2d(images, kernel, 1, "SAME")
+        np.testing.assert_allclose(traced(images, kernel), expected, atol=1e-3)

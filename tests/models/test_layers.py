@@ -34,9 +34,8 @@ def test_batch_norm_evaluates_with_moving_statistics():
     layer.moving_mean.assign([4.0])
     layer.moving_variance.assign([9.0])
 
-    np.testing.assert_allclose(
-        layer(tf.fill([1, 2, 2, 1], 10.0)), np.full((1, 2, 2, 1), 2.0), rtol=1e-5
-    )
+    normalized = layer(tf.fill([1, 2, 2, 1], 10.0))
+    np.testing.assert_allclose(normalized, np.full((1, 2, 2, 1), 2.0), rtol=1e-5)
     assert layer.gamma is None
     assert [v.name for v in layer.trainable_variables] == ["beta"]
 
@@ -97,7 +96,8 @@ def test_conv2d_equals_keras_for_all_options(options):
     images = np.random.default_rng(0).normal(size=(2, 9, 9, 3)).astype("f4")
     ours = Conv2D(6, 3, **options)
     theirs = keras.layers.Conv2D(6, 3, **options)
-    ours(images), theirs(images)
+    ours(images)
+    theirs(images)
     theirs.set_weights(ours.get_weights())
     np.testing.assert_allclose(ours(images), theirs(images), atol=1e-5)
 
@@ -108,14 +108,16 @@ def test_conv2d_computes_no_row_that_pooling_discards(high, wide):
     not known.
     """
     images = tf.random.stateless_normal([2, high, wide, 24], [0, 1])
-    even, whole = (Conv2D(64, 3, padding="same", even_output=even) for even in (True, False))
-    sizes = even(images).shape[1:3], whole(images).shape[1:3]
+    even = Conv2D(64, 3, padding="same", even_output=True)
+    whole = Conv2D(64, 3, padding="same", even_output=False)
+    even_size = even(images).shape[1:3]
+    whole_size = whole(images).shape[1:3]
 
-    assert sizes[0] == even.compute_output_shape(images.shape)[1:3]
-    assert sizes[0] == tuple(size - size % 2 for size in sizes[1])
+    assert even_size == even.compute_output_shape(images.shape)[1:3]
+    assert even_size == tuple(size - size % 2 for size in whole_size)
 
     even.set_weights(whole.get_weights())
-    weight = tf.random.stateless_normal([2, sizes[0][0] // 2, sizes[0][1] // 2, 64], [2, 3])
+    weight = tf.random.stateless_normal([2, even_size[0] // 2, even_size[1] // 2, 64], [2, 3])
 
     def values(layer, inputs):
         with tf.GradientTape() as tape:

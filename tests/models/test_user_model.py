@@ -11,6 +11,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
 from cifar_towers.errors import UsageError
 from cifar_towers.models import user_model
+from cifar_towers.models.keras_models import variable_values
 from cifar_towers.models.layers import BatchNorm, synchronize
 from cifar_towers.towers import run_on_towers_synchronized, split_batch
 from cifar_towers.training import build
@@ -19,8 +20,10 @@ L = keras.layers
 
 
 def net(*layers, image_size=24, classes=10, activation=None):
-    last = L.Flatten(name="flat"), L.Dense(classes, activation, name="head")
-    return keras.Sequential([L.Input((image_size, image_size, 3)), *layers, *last])
+    images = L.Input((image_size, image_size, 3))
+    flat = L.Flatten(name="flat")
+    head = L.Dense(classes, activation, name="head")
+    return keras.Sequential([images, *layers, flat, head])
 
 
 class Scaled(L.Layer):
@@ -254,11 +257,10 @@ def test_a_model_with_a_graph_is_trained_with_its_own_call():
     model = checked(OwnCall)
     rebuilt = keras.Model(model.input, model.output)
     images = np.random.default_rng(0).random((2, 24, 24, 3), "f4")
-    kernel, bias = (variable.numpy() for variable in model.trainable_variables)
+    kernel, bias = model.trainable_variables
+    expected = 2 * images.reshape(2, -1) @ kernel.numpy() + bias.numpy()
 
-    np.testing.assert_allclose(
-        rebuilt(images), 2 * images.reshape(2, -1) @ kernel + bias, atol=1e-5
-    )
+    np.testing.assert_allclose(rebuilt(images), expected, atol=1e-5)
     assert {v.path for v in rebuilt.variables} == {v.path for v in model.variables}
 
 
@@ -271,27 +273,25 @@ def test_all_kinds_of_batch_norms_are_synchronized(towers, kind):
     """Two towers, on halves with different moments, compute what one tower computes on the whole
     batch.
     """
-    images = (
-        np.random.default_rng(0).normal(size=(8, 6, 6, 3)).astype("f4")
-        * np.repeat([1, 3], 4)[:, None, None, None]
-    )
+    images = np.random.default_rng(0).normal(size=(8, 6, 6, 3)).astype("f4")
+    images = images * np.repeat([1, 3], 4)[:, None, None, None]
     keras.utils.set_random_seed(0)
     model = user_model.build_model(lambda: net(kind(name="norm"), image_size=6), 6, 10, "float32")
     synchronize(model)
-    kinds = model.trainable_variables, model.non_trainable_variables
-    weights, statistics = ([v.value for v in variables] for variables in kinds)
+    weights, statistics = variable_values(model)
 
     @tf.function(autograph=False)
     def run(count):
         def call(tower, shard):
             return model.stateless_call(weights, statistics, shard, training=True)
 
-        results = run_on_towers_synchronized(
-            call, towers(count), split_batch(tf.constant(images), towers(count))
-        )
-        return tf.concat([logits for logits, _ in results], 0), [values for _, values in results]
+        shards = split_batch(tf.constant(images), towers(count))
+        results = run_on_towers_synchronized(call, towers(count), shards)
+        logits = tf.concat([logits for logits, _ in results], 0)
+        return logits, [values for _, values in results]
 
-    (one, _), (two, new_statistics) = run(1), run(2)
+    one, _ = run(1)
+    two, new_statistics = run(2)
     for by_tower in zip(*new_statistics, strict=True):
         np.testing.assert_allclose(*by_tower, rtol=1e-6)
 

@@ -48,9 +48,10 @@ def flags(shared):
 
 def run_all(train_dir, *flags, workers=0):
     """Run a training that must succeed, in so many processes or in one."""
-    program = (
-        ["launch", f"--num_workers={workers}", "--max_restarts=0", "--"] if workers else ["train"]
-    )
+    if workers:
+        program = ["launch", f"--num_workers={workers}", "--max_restarts=0", "--"]
+    else:
+        program = ["train"]
     process = start(*program, *flags, f"--train_dir={train_dir}")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
@@ -87,15 +88,20 @@ def wait_for(path, process):
         time.sleep(0.02)
 
 
+def read_records(train_dir):
+    lines = (train_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def weights(train_dir):
     return files.read_json(train_dir / "result.json")["weights_sha256"]
 
 
 def assert_same_variables(one, other, rtol=0.0, atol=0.0, ignored=()):
     """Compare all variables in the last checkpoints of two runs."""
-    values, expected = (
-        read_checkpoint(find_checkpoint(train_dir))[0] for train_dir in (one, other)
-    )
+    values, _ = read_checkpoint(find_checkpoint(one))
+    expected, _ = read_checkpoint(find_checkpoint(other))
+
     assert values.keys() == expected.keys()
     for name, value in expected.items():
         if not name.startswith(ignored):
@@ -105,11 +111,8 @@ def assert_same_variables(one, other, rtol=0.0, atol=0.0, ignored=()):
 def test_two_workers_train_as_two_towers(flags, tmp_path):
     """To rounding, as the towers here share the cores differently; bits are compared below."""
     run_all(tmp_path / "workers", *flags, workers=2)
-    run(
-        parse_command_line(
-            TrainConfig, [*flags, "--num_gpus=2", f"--train_dir={tmp_path / 'towers'}"]
-        )
-    )
+    flags = [*flags, "--num_gpus=2", f"--train_dir={tmp_path / 'towers'}"]
+    run(parse_command_line(TrainConfig, flags))
 
     assert_same_variables(tmp_path / "workers", tmp_path / "towers", rtol=1e-4, atol=1e-6)
 
@@ -122,19 +125,16 @@ def test_two_workers_have_the_same_bits_as_two_towers(flags, tmp_path):
     assert weights(tmp_path / "workers") == weights(tmp_path / "towers")
     assert_same_variables(tmp_path / "workers", tmp_path / "towers")
 
-    ours, others = (
-        files.read_json(tmp_path / name / "result.json")["evaluations"]
-        for name in ("workers", "towers")
-    )
+    ours = files.read_json(tmp_path / "workers/result.json")["evaluations"]
+    others = files.read_json(tmp_path / "towers/result.json")["evaluations"]
     for one, other in zip(ours, others, strict=True):
         assert one.pop("loss") == pytest.approx(other.pop("loss"))
         assert one == other
         assert one["count"] == 40
-    lines = [
-        (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        for name in ("workers", "towers")
-    ]
-    for one, other in zip(*(map(json.loads, each) for each in lines), strict=True):
+
+    ours = read_records(tmp_path / "workers")
+    others = read_records(tmp_path / "towers")
+    for one, other in zip(ours, others, strict=True):
         for name in ("kind", "step", "accuracy", "count", "confusion"):
             assert one.get(name) == other.get(name)
         for name, numbers in other.get("towers", {}).items():  # the last tower is worker 1's
@@ -167,11 +167,7 @@ LOST = r"lost: worker {} of 2 \({}\) "
         ([(0, 0, (0, 1))], [5], [LOST.format(1, "{1}")]),
         ([(1, 0, (0, 1))], [5], [LOST.format(0, "{0}")]),
         ([(0, 0, (0, 1)), (1, 0, (0, 2))], [5, 5], [LOST.format("[01]", r"\S+")] * 2),
-        (
-            [(0, 0, (0, 1)), (1, 1, (0, 1))],
-            [2, 2],
-            ["worker 1 of 2 .* seed 1.* worker 0 .* 0"] * 2,
-        ),
+        ([(0, 0, (0, 1)), (1, 1, (0, 1))], [2, 2], ["worker 1 of 2 .* seed 1.* worker 0 .* 0"] * 2),
     ],
     ids=["no worker 1", "no chief", "different lists", "different seeds"],
 )
@@ -179,10 +175,10 @@ def test_bad_cluster_ends_every_worker_with_a_line_that_names_it(
     start_worker, started, codes, lines
 ):
     addresses = [*start_worker.addresses, *free_addresses(1)]
-    processes = [
-        start_worker(index, f"--seed={seed}", addresses=[addresses[place] for place in places])
-        for index, seed, places in started
-    ]
+    processes = []
+    for index, seed, places in started:
+        known = [addresses[place] for place in places]
+        processes.append(start_worker(index, f"--seed={seed}", addresses=known))
     outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
 
     assert [process.returncode for process in processes] == codes, outputs
@@ -193,10 +189,8 @@ def test_bad_cluster_ends_every_worker_with_a_line_that_names_it(
 
 
 def listening_ports(pid):
-    connections = psutil.net_connections("tcp")
-    return {
-        one.laddr.port for one in connections if one.pid == pid and one.status == psutil.CONN_LISTEN
-    }
+    connections = [one for one in psutil.net_connections("tcp") if one.pid == pid]
+    return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
 
 
 @pytest.mark.slow

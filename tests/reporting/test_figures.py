@@ -97,7 +97,8 @@ def test_nothing_is_cut_off_and_no_text_lies_upon_another(drawn, name):
     texts = drawn()
     texts[0].figure.draw_without_rendering()  # legends lie where they were drawn last
     boxes = [text.get_window_extent() for text in texts if text.get_rotation() != 45]
-    starts, ends = (np.array([getattr(box, name) for box in boxes]) for name in ("min", "max"))
+    starts = np.array([box.min for box in boxes])
+    ends = np.array([box.max for box in boxes])
     # of every two
     common = (np.minimum(ends[:, None], ends) - np.maximum(starts[:, None], starts)).min(2)
 
@@ -110,7 +111,9 @@ def test_confusion_matrix_shows_shares_recall_precision_and_accuracy(drawn):
     """
     figures.confusion_matrix(np.array([[9999, 1, 0], [4, 95, 1], [0, 0, 0]]), SHAPES, "$x$")
     texts = drawn()
-    lines = {line for text in texts for line in text.get_text().split("\n")}
+    lines = set()
+    for text in texts:
+        lines |= set(text.get_text().split("\n"))
 
     assert {"99.9", "9,999", "<0.1", "4.0", "95.0", "1.0"} <= lines  # cells
     assert {"chequered ring  99.9", "striped disc  95.0", "plain square  -"} <= lines  # recall

@@ -38,7 +38,7 @@ def test_seconds_by_phase_and_images_per_second(clock):
             timer.end_compilation()
         else:
             with timer.phase("train"):
-                timer.note_start(None)
+                timer.note_idle(None)
                 clock.spend(2)
             timer.end_step(100)
         with timer.phase("report"):
@@ -74,7 +74,7 @@ def test_the_device_is_idle_from_the_end_of_a_step_until_the_next_batch(clock, s
     for _ in timer.inputs(batches()):
         with timer.phase("train"):
             clock.spend(7)
-            timer.note_start(step_ended)
+            timer.note_idle(step_ended)
         timer.end_step(100)
 
     assert timer.recent_rates() == (100 / 10, idle / 10)

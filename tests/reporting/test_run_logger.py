@@ -48,9 +48,9 @@ def evaluate(split, *kinds):
     tta).
     """
     classes = len(split.info.class_names)
-    logits = (
-        3.0 * np.eye(classes)[(split.labels + (np.arange(len(split.labels)) % 7 == 0)) % classes]
-    )
+    is_wrong = np.arange(len(split.labels)) % 7 == 0
+    predicted = np.where(is_wrong, split.labels + 1, split.labels) % classes
+    logits = 3.0 * np.eye(classes)[predicted]
     return [Evaluation("test", weights, tta, Score(split.labels, logits)) for weights, tta in kinds]
 
 
@@ -62,11 +62,8 @@ def test_an_evaluation_leaves_pictures_of_the_score_that_the_run_reports(tmp_pat
     evaluations = evaluate(split, ("ema", True), ("ema", False), ("raw", False))
     records = logger.log_evaluation(1, evaluations, {"test": split}, final=True)
 
-    assert [(record["weights"], record["tta"]) for record in records] == [
-        ("ema", True),
-        ("ema", False),
-        ("raw", False),
-    ]
+    kinds = [(record["weights"], record["tta"]) for record in records]
+    assert kinds == [("ema", True), ("ema", False), ("raw", False)]
 
     images, captions, title = draw.call_args.args
     indices = [int(caption.rpartition("\nimage ")[2]) for caption in captions]
@@ -77,23 +74,17 @@ def test_an_evaluation_leaves_pictures_of_the_score_that_the_run_reports(tmp_pat
 
     for name in ("mistakes.png", "confusion.png"):
         assert min(Image.open(tmp_path / name).size) > 100
-    tags = {
-        f"{kind}/test/{weights}"
-        for kind in ("accuracy", "loss", "ece")
-        for weights in ("raw", "ema", "ema_tta")
-    }
+    tags = {"mistakes/test", "confusion/test"}
+    for weights in ("raw", "ema", "ema_tta"):
+        tags |= {f"accuracy/test/{weights}", f"loss/test/{weights}", f"ece/test/{weights}"}
 
-    assert set(events_of(tmp_path / "eval").Tags()["tensors"]) == tags | {
-        "mistakes/test",
-        "confusion/test",
-    }
+    assert set(events_of(tmp_path / "eval").Tags()["tensors"]) == tags
 
 
 def test_31_classes_have_mistakes_but_no_confusion_matrix(tmp_path):
     logger, split = logger_of(tmp_path, 31, 62)
-    (record,) = logger.log_evaluation(
-        1, evaluate(split, ("raw", False)), {"test": split}, final=True
-    )
+    evaluations = evaluate(split, ("raw", False))
+    (record,) = logger.log_evaluation(1, evaluations, {"test": split}, final=True)
     assert "confusion" not in record
     assert (tmp_path / "mistakes.png").exists()
     assert not (tmp_path / "confusion.png").exists()
@@ -101,30 +92,28 @@ def test_31_classes_have_mistakes_but_no_confusion_matrix(tmp_path):
 
 def test_the_result_ends_with_the_score_that_the_run_reports(tmp_path, capsys):
     logger, split = logger_of(tmp_path)
-    records = logger.log_evaluation(
-        1, evaluate(split, ("ema", True), ("raw", True)), {"test": split}, final=False
-    )
+    evaluations = evaluate(split, ("ema", True), ("raw", True))
+    records = logger.log_evaluation(1, evaluations, {"test": split}, final=False)
     records[1]["accuracy"] = 1.0
     result = {
         "step": 1,
         "seconds": {"train": 75.0},
         "images_per_sec": 100.0,
-        "weights_sha256": "ab" * 32,
+        "weights_sha256": 32 * "ab",
     }
     logger.log_result(result | {"evaluations": records})
     output = capsys.readouterr().out
+    last = output.splitlines()[-1]
 
-    assert lines_with(
-        output.splitlines()[-1], "result: mine test", "84.00 %", "ema", "with TTA", "50 "
-    )
+    assert lines_with(last, "result: mine test", "84.00 %", "ema", "with TTA", "50 ")
     assert lines_with(output, "100.00 %", "raw")
     assert lines_with(output, "0:01:15")
 
 
 def test_an_installed_copy_ignores_the_repository_around_it(monkeypatch):
-    assert (
-        run_logger.describe_machine()["git_revision"] != "unknown" or not (ROOT / ".git").exists()
-    )
+    revision = run_logger.describe_machine()["git_revision"]
+    assert revision != "unknown" or not (ROOT / ".git").exists()
+
     monkeypatch.setattr(run_logger, "__file__", str(ROOT / "tests" / "a" / "b" / "run_logger.py"))
     machine = run_logger.describe_machine()
     assert machine["git_revision"] == "unknown"

@@ -17,11 +17,7 @@ from cifar_towers.config import TrainConfig
 from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.errors import DataError, DivergedError, UsageError
 from cifar_towers.runs import directory as directory_module
-from cifar_towers.runs.checkpoint import (
-    checkpoint_path,
-    list_checkpoints,
-    write_checkpoint,
-)
+from cifar_towers.runs.checkpoint import checkpoint_path, list_checkpoints, write_checkpoint
 from cifar_towers.runs.directory import RunDirectory, code_facts, open_run
 from tests.helpers.messages import lines_with
 
@@ -92,15 +88,9 @@ def test_saves_every_n_steps_and_keeps_the_newest(config):
             if run.should_save(step, evaluated=step == 4):
                 assert run.save(step, VALUES, {})
 
-    assert [path.name for path in list_checkpoints(config.directory)] == [
-        "step-9.npz",
-        "step-12.npz",
-    ]
-    assert {path.name for path in config.directory.iterdir()} == {
-        ".lock",
-        "step-9.npz",
-        "step-12.npz",
-    }
+    saved = [path.name for path in list_checkpoints(config.directory)]
+    assert saved == ["step-9.npz", "step-12.npz"]
+    assert {path.name for path in config.directory.iterdir()} == {".lock", *saved}
 
 
 def test_a_state_that_cannot_be_saved_leaves_the_older_checkpoint(config, caplog, monkeypatch):
@@ -222,11 +212,7 @@ def test_a_finished_run_has_no_result_of_code_that_was_edited_since(config, tmp_
     path = tmp_path / "losses.py"
     path.write_text("def mine(labels, logits):\n    return labels\n")
     config = dataclasses.replace(config, loss=f"{path}:mine", label_smoothing=0.0)
-    save(
-        config,
-        20,
-        facts=code_facts(config),
-    )
+    save(config, 20, facts=code_facts(config))
     result = {"step": 20, "reached": 0.0, "dataset": "cifar10"}
     files.write_json(config.directory / files.RESULT, result)
     for expected in (result, None):
@@ -236,8 +222,8 @@ def test_a_finished_run_has_no_result_of_code_that_was_edited_since(config, tmp_
 
 
 def test_a_file_that_only_one_process_imported_is_no_change():
-    before = {"towers": 1, "code of model": "a" * 64, "code of model/blocks.py": "b" * 64}
-    after = {"towers": 2, "code of model": "c" * 64, "code of model/others.py": "d" * 64}
+    before = {"towers": 1, "code of model": 64 * "a", "code of model/blocks.py": 64 * "b"}
+    after = {"towers": 2, "code of model": 64 * "c", "code of model/others.py": 64 * "d"}
     changed = directory_module.describe_changed_facts(before, after)
     assert changed == ["towers 1 -> 2", "code of model aaaaaaaa -> cccccccc"]
 
@@ -259,9 +245,6 @@ def test_overwrite_removes_what_a_run_wrote_and_nothing_else(config):
         # nothing is removed before the run can begin
         assert (config.directory / "step-10.npz").exists()
         run.clear()
-        left = {
-            str(path.relative_to(config.directory))
-            for path in config.directory.rglob("*")
-            if path.is_file()
-        }
+        files_left = [path for path in config.directory.rglob("*") if path.is_file()]
+        left = {str(path.relative_to(config.directory)) for path in files_left}
         assert left == {".lock", *mine}

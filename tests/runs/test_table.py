@@ -1,13 +1,14 @@
 """The table of runs, in all states that a run can be in; groups of runs and their differences."""
 
 import json
+import math
 
 import numpy as np
 import pytest
 
 from cifar_towers.errors import UsageError
 from cifar_towers.runs import table
-from cifar_towers.runs.table import STUDENT_T, Sample, describe_difference
+from cifar_towers.runs.table import Sample, describe_difference, student_t
 from tests.helpers.example_runs import (
     change,
     make_run,
@@ -52,26 +53,21 @@ def listed(monkeypatch, capsys):
 
 
 def test_table_has_every_run_and_its_state(runs, listed):
-    rows = {
-        cells[0]: cells[1:]
-        for line in listed(runs).splitlines()
-        if (cells := line.split()) and "seed" in cells[0]
-    }
+    rows = {}
+    for line in listed(runs).splitlines():
+        cells = line.split()
+        if cells and "seed" in cells[0]:
+            rows[cells[0]] = cells[1:]
 
     assert len(rows) == 9
     assert "elsewhere/speed94-seed9" in rows
 
-    for seed, state, step in (
-        (0, "done", "8"),
-        (3, "unfinished", "5"),
-        (6, "unfinished", "0"),
-    ):
+    for seed, state, step in ((0, "done", "8"), (3, "unfinished", "5"), (6, "unfinished", "0")):
         assert {state, step} <= {*rows[f"speed94-seed{seed}"]}
-    plain, augmented = (
-        f"{score['accuracy']:.4f}" for score in read_result(runs / "speed94-seed1")["evaluations"]
-    )
+    scores = read_result(runs / "speed94-seed1")["evaluations"]
+    accuracies = [f"{score['accuracy']:.4f}" for score in scores]  # without and with TTA
     minutes = f"{(4.2 + 21.5 + 541.25 + 2.5 + 11) / 60:.1f}"
-    row = ["speed94", "cifar10", "done", "8", "test", plain, augmented, "1,876.4", minutes]
+    row = ["speed94", "cifar10", "done", "8", "test", *accuracies, "1,876.4", minutes]
 
     assert rows["speed94-seed1"] == row
 
@@ -92,9 +88,8 @@ AUGMENTED = {"tta": True, "accuracy": 0.94}
 def test_accuracies_are_of_averaged_weights_and_not_of_the_better_ones(tmp_path, scores, expected):
     write_scores(make_run(tmp_path / "run"), *scores)
     found = table.describe(*table.find_runs(tmp_path))
-    assert (
-        tuple(found[name] for name in ("split", "weights", "accuracy", "tta_accuracy")) == expected
-    )
+    names = ("split", "weights", "accuracy", "tta_accuracy")
+    assert tuple(found[name] for name in names) == expected
 
 
 def test_runs_are_found_by_pattern_and_are_objects_for_other_programs(runs, listed):
@@ -133,7 +128,10 @@ def grouped(*directories):
 
 
 def group_names(directories):
-    return {group.name: [run.name for run in group.runs] for group in grouped(*directories)}
+    names = {}
+    for group in grouped(*directories):
+        names[group.name] = [run.name for run in group.runs]
+    return names
 
 
 @pytest.fixture
@@ -146,8 +144,8 @@ def pairs(tmp_path):
 
 
 def test_difference_has_welchs_interval():
-    """Degrees of freedom by hand: 2 * 25 / 17 = 2.9 for deviations of 1 and 2, and 4 for equal
-    ones. Pooled variances would give 4 for both, and narrower intervals.
+    """Degrees of freedom by hand: 50 / 17 = 2.9 for deviations of 1 and 2, and 4 for equal ones.
+    Pooled variances would give 4 for both, and narrower intervals.
     """
     one = Sample.of([0.94, 0.95, 0.96])
     other = Sample.of([0.91, 0.93, 0.95])
@@ -155,17 +153,26 @@ def test_difference_has_welchs_interval():
     assert np.allclose(one, (0.95, 0.01, 3))
     assert np.allclose(other, (0.93, 0.02, 3))
 
-    half = 100 * STUDENT_T[2 - 1] * np.sqrt((0.01**2 + 0.02**2) / 3)
+    half = 100 * student_t(50 / 17) * np.sqrt((0.01**2 + 0.02**2) / 3)
     interval = f"(Welch, 95 % {2 - half:+.2f} to {2 + half:+.2f}), n=3 and 3"
 
     assert describe_difference(one, other) == f"+2.00 points {interval}"
     assert describe_difference(other, one).startswith("-2.00 points")
 
-    half = 100 * STUDENT_T[4 - 1] * np.sqrt(2 * 0.01**2 / 3)
+    half = 100 * 2.776 * np.sqrt(2 * 0.01**2 / 3)
     interval = f"{2 - half:+.2f} to {2 + half:+.2f}"
 
     assert interval in describe_difference(one, one._replace(mean=0.93))
     assert describe_difference(Sample(0.9, 0, 2), Sample(0.8, 0, 2)) == "+10.00 points, n=2 and 2"
+
+
+@pytest.mark.parametrize("degrees", [1, 1.2, 1.5, 1.98, 2, 2.9, 3.5, 10, 30, 45.5, 1000])
+def test_quantiles_of_students_t_are_those_of_its_density(degrees):
+    x = np.linspace(0, 30, 100_001)
+    density = (1 + x**2 / degrees) ** (-(degrees + 1) / 2) / np.sqrt(degrees * np.pi)
+    density *= np.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2))
+    below = 0.5 + np.cumsum(density) * (x[1] - x[0])
+    assert student_t(degrees) == pytest.approx(np.interp(0.975, below, x), rel=0.03)
 
 
 def test_runs_of_one_recipe_with_other_settings_are_groups_of_their_own(tmp_path):
@@ -209,17 +216,16 @@ def test_runs_on_other_images_of_any_split_or_with_other_code_are_a_group_of_the
 
 def test_difference_reads_in_the_order_of_its_names(pairs):
     assert table.compare_groups(grouped(*pairs[2:], *pairs[:2])) == [
-        "lr1.5 - lr0.3: +4.40 points (Welch, 95 % -8.37 to +17.17), n=2 and 2; test/raw"
+        "lr1.5 - lr0.3: +4.40 points (Welch, 95 % -7.84 to +16.64), n=2 and 2; test/raw"
     ]
-    assert table.compare_groups(grouped(*pairs))[0].startswith(
-        "lr0.3 - lr1.5: -4.40 points (Welch, 95 % -17.17 to +8.37)"
-    )
+    line = table.compare_groups(grouped(*pairs))[0]
+    assert line.startswith("lr0.3 - lr1.5: -4.40 points (Welch, 95 % -16.64 to +7.84)")
 
 
 def test_table_is_followed_by_the_means_of_groups_and_the_difference_of_two(pairs, listed):
     place = pairs[0].parent
     means = ["lr0.3: test/raw 90.00 ± 1.41 % (n=2)", "lr1.5: test/raw 94.40 ± 0.14 % (n=2)"]
-    difference = "lr0.3 - lr1.5: -4.40 points (Welch, 95 % -17.17 to +8.37), n=2 and 2; test/raw"
+    difference = "lr0.3 - lr1.5: -4.40 points (Welch, 95 % -16.64 to +7.84), n=2 and 2; test/raw"
     make_runs(place, 2, "single")
     (place / "single-seed1/result.json").unlink()
 
@@ -277,10 +283,11 @@ def test_groups_are_compared_by_a_score_that_all_have(tmp_path):
     ]
     for path, accuracy in zip(paths, (0.94, 0.95, 0.96, 0.91, 0.93, 0.95), strict=True):
         scores = read_result(path)["evaluations"]
-        for each in scores:
-            each["accuracy"] = accuracy if (each["weights"], each["tta"]) == ("ema", True) else 0.5
+        for score in scores:
+            is_compared = score["weights"] == "ema" and score["tta"]
+            score["accuracy"] = accuracy if is_compared else 0.5
         write_scores(path, *scores)
-    text = "one - other: +2.00 points (Welch, 95 % -3.56 to +7.56), n=3 and 3; test/ema_tta"
+    text = "one - other: +2.00 points (Welch, 95 % -2.16 to +6.16), n=3 and 3; test/ema_tta"
 
     assert table.compare_groups(grouped(*paths)) == [text]
 

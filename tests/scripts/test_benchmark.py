@@ -115,7 +115,8 @@ def test_report_has_medians_quartiles_and_the_fastest_case(tmp_path, capsys):
     written = json.loads((tmp_path / "benchmark.json").read_text())
     assert (written["recipe"], written["batch_size"], written["fastest"]) == ("mine", 100, CPU)
 
-    (slow,) = (case for case in written["cases"] if case["flags"] == MIRRORED)
+    of_mirrored = [case for case in written["cases"] if case["flags"] == MIRRORED]
+    (slow,) = of_mirrored
     assert slow["median"] == 30.0
     assert slow["quartiles"] == [20.0, 40.0]
     assert slow["images_per_sec"] == rates[MIRRORED]
@@ -161,8 +162,12 @@ def test_without_any_measurement_the_benchmark_fails(monkeypatch, capsys):
 def test_the_net_of_keras_has_the_layers_and_parameters_of_ours(net, image_size, batch_size):
     ours = MODELS[net](image_size=image_size)
     theirs = peers.keras_net(net, image_size)
-    trained = [layer.trainable_weights for layer in ours.layers if not isinstance(layer, Whitening)]
-    shapes = [tuple(weight.shape) for weights in trained for weight in weights]
+    weights = []
+    for layer in ours.layers:
+        if not isinstance(layer, Whitening):
+            weights += layer.trainable_weights
+    shapes = [tuple(weight.shape) for weight in weights]
+
     assert shapes == [tuple(weight.shape) for weight in theirs.trainable_weights]
     assert sum(map(np.prod, shapes)) == peers.TRAINED_PARAMETERS[net]
     assert all(type(layer).__module__.startswith("keras.") for layer in theirs.layers)
@@ -172,16 +177,16 @@ def test_the_net_of_keras_has_the_layers_and_parameters_of_ours(net, image_size,
 def test_the_net_of_keras_computes_what_ours_does(net):
     ours = MODELS[net](image_size=24)
     theirs = peers.keras_net(net, 24)
-    layers = ([layer for layer in model.layers if layer.weights] for model in (ours, theirs))
-    for mine, other in zip(*layers, strict=True):
+    our_layers = [layer for layer in ours.layers if layer.weights]
+    their_layers = [layer for layer in theirs.layers if layer.weights]
+    for mine, other in zip(our_layers, their_layers, strict=True):
         values = {weight.name: weight for weight in mine.weights}
         other.set_weights([values[weight.name].numpy() for weight in other.weights])
+
     images = np.random.default_rng(0).normal(size=(4, 24, 24, 3)).astype("f4")
     expected = ours(images, training=False).numpy()  # with a smaller epsilon in its norms
-
-    np.testing.assert_allclose(
-        theirs(images, training=False), expected, atol=0.02 * abs(expected).max()
-    )
+    found = theirs(images, training=False)
+    np.testing.assert_allclose(found, expected, atol=0.02 * abs(expected).max())
 
 
 @pytest.mark.parametrize("net", benchmark.NETS)

@@ -33,12 +33,14 @@ def compare(tmp_path, monkeypatch, capsys):
         for step, bias in enumerate(biases, start=1):
             values = {"kernel": np.ones((2, 3), "f4"), "bias": np.full(3, bias, "f4"), **variables}
             write_checkpoint(checkpoint_path(train_dir, step), values, {"step": step})
+
         losses = {("train", 3): float("nan"), **dict(records)}
-        changed = [
-            r | {"loss": losses.get((r["kind"], r["step"]), r["loss"])}
-            for r in read_records(train_dir)
-        ]
+        changed = []
+        for record in read_records(train_dir):
+            loss = losses.get((record["kind"], record["step"]), record["loss"])
+            changed.append(record | {"loss": loss})
         write_records(train_dir, changed)
+
         change(train_dir, "result.json", weights_sha256=sha256)
         return train_dir
 
@@ -63,10 +65,8 @@ def test_equal_runs_are_the_same_nan_included(compare):
     ("changes", "named"),
     [
         ({"records": {("train", 2): 1.2000002}}, ["losses", "step 2", "1.2 and 1.2000002"]),
-        (
-            {"records": {("train", 9): 2.0, ("train", 11): 2.0}},
-            ["losses", "step 9", "step 8"],
-        ),  # no texts
+        # no texts
+        ({"records": {("train", 9): 2.0, ("train", 11): 2.0}}, ["losses", "step 9", "step 8"]),
         ({"biases": (1.0, 0.5, -0.0)}, ["weights", "step-3.npz", "1 of 3", "bias"]),
         ({"last_step": 10}, ["only in one", "eval 10 test/raw_tta", "eval 11 test/raw"]),
         ({"records": {("eval", 11): 2.5}}, ["evaluations", "step 11", "test/raw", "and 2.5"]),
@@ -78,9 +78,8 @@ def test_equal_runs_are_the_same_nan_included(compare):
 )
 def test_first_step_that_differs_is_named_with_its_value(compare, changes, named):
     same, text = compare(changes)
-    different = [
-        line for line in text.splitlines()[1:] if ": same" not in line and "common part" not in line
-    ]
+    different = [line for line in text.splitlines()[1:] if ": same" not in line]
+    different = [line for line in different if "common part" not in line]
     assert not same
     assert lines_with("\n".join(different), *named) == different
 
@@ -122,14 +121,14 @@ def test_two_directories_are_compared_as_runs(runs, capsys):
     _, other = runs
     change(other, "config.json", seed=1)
     change(other, "environment.json", class_names=["cat"])
-    change(other, "result.json", weights_sha256="f" * 64)
+    change(other, "result.json", weights_sha256=64 * "f")
 
     assert program.main(["one", "other"]) == 1
 
     output = capsys.readouterr().out
     assert lines_with(output, "settings", "seed 0 -> 1")
     assert lines_with(output, "environments", "class_names", "['cat']")
-    assert lines_with(output, "weights after step 8", "0" * 16, "f" * 16)
+    assert lines_with(output, "weights after step 8", 16 * "0", 16 * "f")
 
 
 def test_runs_without_a_common_step_are_not_the_same(runs, capsys):

@@ -10,8 +10,10 @@ from tests.helpers.example_runs import STEPS, make_run
 def test_a_run_is_a_line_without_tta_and_a_star_with_it(tmp_path):
     scores = [run.reported_score for run in read_runs([make_run(tmp_path / "run", ema=True)])]
     (axes,) = draw(read_runs([tmp_path])).axes
-    line, star = (drawn.get_xydata() for drawn in axes.lines)
-    assert line[:, 0].tolist() == list(range(2, STEPS + 1, 2))
-    assert (line[1:, 1] > line[:-1, 1]).all()
-    assert star.tolist() == [[STEPS, pytest.approx(100 * scores[0]["accuracy"])]]
+    line, star = axes.lines
+    points = line.get_xydata()
+
+    assert points[:, 0].tolist() == list(range(2, STEPS + 1, 2))
+    assert (points[1:, 1] > points[:-1, 1]).all()
+    assert star.get_xydata().tolist() == [[STEPS, pytest.approx(100 * scores[0]["accuracy"])]]
     assert axes.get_title().startswith("Abacus, 2 cores, bfloat16\n")

@@ -1,3 +1,4 @@
+import itertools
 from collections import Counter
 from functools import partial
 
@@ -144,7 +145,8 @@ HEADS = {  # name: activation and loss
 
 
 def mlp(*extra, **options):
-    first, second = (L.Dense(width, "relu", **options) for width in (6, 4))
+    first = L.Dense(6, "relu", **options)
+    second = L.Dense(4, "relu", **options)
     return keras.Sequential([keras.Input((8,)), first, *extra, second, L.Dense(1)])
 
 
@@ -157,18 +159,16 @@ def partly_frozen():
 def structured():
     inputs = {"a": keras.Input((8,), name="a"), "b": keras.Input((3,), name="b")}
     hidden = L.Concatenate()(list(inputs.values()))
-    return keras.Model(
-        inputs, {name: L.Dense(size, name=name)(hidden) for name, size in (("sum", 1), ("kind", 3))}
-    )
+    outputs = {"sum": L.Dense(1, name="sum")(hidden), "kind": L.Dense(3, name="kind")(hidden)}
+    return keras.Model(inputs, outputs)
 
 
 def tagger():
     words = keras.Input((4,), dtype="int32")
     hidden = L.Embedding(5, 3, mask_zero=True)(words)
-    return keras.Model(
-        words,
-        [L.Dense(2, kind, name=f"tags{i}")(hidden) for i, kind in enumerate([None, tf.nn.softmax])],
-    )
+    logits = L.Dense(2, name="tags0")(hidden)
+    probabilities = L.Dense(2, tf.nn.softmax, name="tags1")(hidden)
+    return keras.Model(words, [logits, probabilities])
 
 
 def case_of_heads(*names):
@@ -338,13 +338,11 @@ def test_moving_statistics_are_the_mean_over_the_towers(towers):
     mean = np.zeros(2)
     variance = np.ones(2)
     for shards in ([x[:3], x[3:5], x[5:7]], [x[7:]]):
-        weights = [len(shard) / sum(map(len, shards)) for shard in shards]
-        mean = 0.9 * mean + 0.1 * sum(
-            w * shard.mean(0) for w, shard in zip(weights, shards, strict=True)
-        )
-        variance = 0.9 * variance + 0.1 * sum(
-            w * shard.var(0) for w, shard in zip(weights, shards, strict=True)
-        )
+        examples = sum(map(len, shards))
+        means = sum(len(shard) / examples * shard.mean(0) for shard in shards)
+        variances = sum(len(shard) / examples * shard.var(0) for shard in shards)
+        mean = 0.9 * mean + 0.1 * means
+        variance = 0.9 * variance + 0.1 * variances
     parallel.predict(x, verbose=0)  # which changes none
 
     np.testing.assert_allclose(norm.moving_mean.numpy(), mean, rtol=1e-5, atol=1e-6)
@@ -354,9 +352,8 @@ def test_moving_statistics_are_the_mean_over_the_towers(towers):
 
 def test_towers_draw_different_dropout_and_the_seed_advances_once_a_step(towers):
     def dropout(count):
-        return make_parallel_model(
-            keras.Sequential([keras.Input((64,)), L.Dropout(0.5, seed=3)]), towers(count)
-        )
+        model = keras.Sequential([keras.Input((64,)), L.Dropout(0.5, seed=3)])
+        return make_parallel_model(model, towers(count))
 
     ones = tf.ones([6, 64])
     parallel = dropout(2)
@@ -365,11 +362,10 @@ def test_towers_draw_different_dropout_and_the_seed_advances_once_a_step(towers)
     halves = np.concatenate([step(), step()]).reshape(4, 3, 64)
 
     assert all(0.25 < (half == 0).mean() < 0.75 for half in halves)
-    assert all((a != b).any() for i, a in enumerate(halves) for b in halves[:i])
+    assert all((one != other).any() for one, other in itertools.combinations(halves, 2))
     np.testing.assert_array_equal(parallel.layers[0].seed_generator.state.numpy(), [3, 2])
-    np.testing.assert_array_equal(
-        single(ones, training=True), dropout(1).model(ones, training=True)
-    )
+    expected = dropout(1).model(ones, training=True)
+    np.testing.assert_array_equal(single(ones, training=True), expected)
 
 
 class Counts(L.Layer):

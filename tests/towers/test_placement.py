@@ -27,13 +27,13 @@ def device_indices(variables):
 )
 def test_policies_override_the_device_scope(towers, policy, expected):
     layers = [keras.layers.Dense(2) for _ in range(2)]
-    with (
-        variable_placement(policy, towers(3) if policy == "round_robin" else ()),
-        tf.device("/CPU:5"),
-    ):
+    used = towers(3) if policy == "round_robin" else ()
+    variables = []
+    with variable_placement(policy, used), tf.device("/CPU:5"):
         for layer in layers:
             layer.build((None, 3))
-        variables = [v.value for layer in layers for v in layer.variables] + [tf.Variable(0.0)]
+            variables += [variable.value for variable in layer.variables]
+        variables.append(tf.Variable(0.0))
 
     assert device_indices(variables) == expected
 
@@ -52,22 +52,14 @@ def test_least_loaded_counts_bytes(towers):
         # 1 holds 380; 1 holds 460; then 0 has least
         late = [tf.Variable(tf.zeros([n])) for n in (10, 20, 1)]
 
-    assert device_indices([big, small, *(v.value for v in layer.variables), slot, *late]) == [
-        0,
-        1,
-        2,
-        1,
-        1,
-        1,
-        1,
-        0,
-    ]
+    of_layer = [variable.value for variable in layer.variables]
+    variables = [big, small, *of_layer, slot, *late]
+    assert device_indices(variables) == [0, 1, 2, 1, 1, 1, 1, 0]
 
 
 def test_the_flag_has_all_placements():
-    (field,) = (
-        field for field in dataclasses.fields(TrainConfig) if field.name == "variable_placement"
-    )
+    fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
+    field = fields["variable_placement"]
     assert field.metadata["choices"] == tuple(PLACEMENTS)
 
 

@@ -35,11 +35,7 @@ def test_micro_batches_have_equal_sizes_and_are_added():
     [
         (split_batch, tf.range(3), "3 examples"),
         (split_uneven_batch, tf.range(3), "^3 examples are too few for 4 towers$"),
-        (
-            split_batch,
-            tf.range(11),
-            "11 examples.*drop_remainder=True.*split_uneven_batch",
-        ),
+        (split_batch, tf.range(11), "11 examples.*drop_remainder=True.*split_uneven_batch"),
         (split_batch, [tf.range(4), tf.range(8)], "{8, 4}|{4, 8}"),
         (
             lambda batch, towers: run_micro_batches(tf.identity, batch, 4, tf.add),

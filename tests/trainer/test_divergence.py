@@ -24,10 +24,9 @@ def inject_nan(monkeypatch):
         def with_nan(self, first_step, last_step):
             for step, batch in enumerate(stream(self, first_step, last_step), first_step + 1):
                 if step in steps:
-                    brightness = tf.tensor_scatter_nd_update(
-                        batch.draws.brightness, [[150]], [np.nan]
-                    )
-                    batch = batch._replace(draws=batch.draws._replace(brightness=brightness))
+                    draws = batch.draws
+                    changed = tf.tensor_scatter_nd_update(draws.brightness, [[150]], [np.nan])
+                    batch = batch._replace(draws=draws._replace(brightness=changed))
                 yield batch
 
         monkeypatch.setattr(Batches, "stream", with_nan)
@@ -36,9 +35,10 @@ def inject_nan(monkeypatch):
 
 
 def assert_finite(train_dir):
-    checkpoints = [read_checkpoint(path)[0] for path in list_checkpoints(train_dir)]
-    assert checkpoints
-    assert all(np.isfinite(value).all() for values in checkpoints for value in values.values())
+    assert list_checkpoints(train_dir)
+    for path in list_checkpoints(train_dir):
+        values, _ = read_checkpoint(path)
+        assert all(np.isfinite(value).all() for value in values.values())
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,9 @@ def test_a_nonfinite_batch_skips_only_its_update(tmp_path, inject_nan, capsys, s
     assert result["skipped_steps"] == 3
     assert_finite(tmp_path)
 
-    previous, skipped = (read_checkpoint(path)[0] for path in list_checkpoints(tmp_path)[-2:])
+    *_, before, last = list_checkpoints(tmp_path)
+    previous, _ = read_checkpoint(before)
+    skipped, _ = read_checkpoint(last)
     assert (previous.pop("step"), skipped.pop("step")) == (5, 6)
     assert any(name.startswith("ema") for name in previous)
 
@@ -71,9 +73,8 @@ def test_a_nonfinite_batch_skips_only_its_update(tmp_path, inject_nan, capsys, s
         np.testing.assert_array_equal(skipped[name], value, err_msg=name)
 
     assert lines_with(capsys.readouterr().out, "step 3", f"loss of {tower} is not finite")
-    assert [
-        record["step"] for record in records_of(tmp_path, "train") if record["loss"] is None
-    ] == [2, 3, 6]
+    records = records_of(tmp_path, "train")
+    assert [record["step"] for record in records if record["loss"] is None] == [2, 3, 6]
 
 
 @pytest.mark.slow
@@ -101,8 +102,7 @@ def test_a_diverged_run_saves_no_nonfinite_values(tmp_path):
 def test_a_save_that_finds_a_nonfinite_value_ends_the_run_and_names_it(tmp_path):
     """The first update overflows from finite gradients."""
     rates = {"learning_rate": 1e38, "weight_decay": 1e38}
-    with pytest.raises(
-        DivergedError, match=r"^model\.\S+ is not finite after step 1;.* --overwrite"
-    ):
+    message = r"^model\.\S+ is not finite after step 1;.* --overwrite"
+    with pytest.raises(DivergedError, match=message):
         run(TINY, tmp_path, checkpoint_every_steps=1, **rates)
     assert list_checkpoints(tmp_path) == []

@@ -21,10 +21,13 @@ PAGE = (ROOT / "docs/reference.md").read_text()
 def documented_keys(title):
     """Return {key: name in a callback} of a table; an empty name if callbacks do not get it."""
     lines = PAGE.split(f"## {title}\n")[1].split("\n## ")[0].splitlines()
-    rows = [
-        [cell.strip(" `") for cell in line.split("|")] for line in lines if line.startswith("| `")
-    ]
-    return {key: name for _, key, name, *_ in rows}
+    names = {}
+    for line in lines:
+        if line.startswith("| `"):
+            cells = [cell.strip(" `") for cell in line.split("|")]
+            key, name = cells[1:3]
+            names[key] = name
+    return names
 
 
 def import_example(name):
@@ -39,27 +42,27 @@ def test_the_tables_of_records_have_every_key_and_no_other(tiny_run):
     for kind, title in (("train", "Training records"), ("eval", "Evaluation records")):
         keys = set()
         for record in records_of(directory, kind):
-            keys |= record.keys() - {"towers"} | {
-                f"towers.{name}" for name in record.get("towers", {})
-            }
+            of_towers = record.pop("towers", {})
+            keys |= record.keys() | {f"towers.{name}" for name in of_towers}
         assert keys == documented_keys(title).keys()
-    last = {name: told for name, _, told in recorder.calls[1:]}
-    names = {name for name in documented_keys("Training records").values() if name}
 
-    assert last["step"].keys() == names | {name.replace("tower_0", "tower_1") for name in names}
-    assert last["evaluation"].keys() == {
-        name for name in documented_keys("Evaluation records").values() if name
-    }
+    last = {name: told for name, _, told in recorder.calls[1:]}
+    of_steps = {name for name in documented_keys("Training records").values() if name}
+    of_scores = {name for name in documented_keys("Evaluation records").values() if name}
+
+    of_steps |= {name.replace("tower_0", "tower_1") for name in of_steps}
+    assert last["step"].keys() == of_steps
+    assert last["evaluation"].keys() == of_scores
 
 
 @pytest.mark.parametrize(("library", "log"), [("wandb", "init().log"), ("mlflow", "log_metrics")])
 def test_a_tracker_gets_every_record(tiny_run, monkeypatch, library, log):
     tracker = MagicMock()
     monkeypatch.setitem(sys.modules, library, tracker)
-    steps, scores = (records_of(tiny_run[0], kind) for kind in ("train", "eval"))
-    callbacks = Callbacks(
-        [import_example(f"track_with_{library}").Tracker()], load_run(tiny_run[0])
-    )
+    steps = records_of(tiny_run[0], "train")
+    scores = records_of(tiny_run[0], "eval")
+    example = import_example(f"track_with_{library}").Tracker()
+    callbacks = Callbacks([example], load_run(tiny_run[0]))
     with callbacks.until_end():
         callbacks.start()
         for record in steps:
@@ -70,14 +73,16 @@ def test_a_tracker_gets_every_record(tiny_run, monkeypatch, library, log):
     of_steps = logged[: len(steps)]
     of_scores = logged[len(steps) :]
 
-    assert [(metrics["loss"], step) for metrics, step in of_steps] == [
-        (r["loss"], r["step"]) for r in steps
-    ]
-    assert [(list(metrics.values()), step) for metrics, step in of_scores] == [
-        ([record["accuracy"], record["loss"], record["ece"]], record["step"]) for record in scores
-    ]
+    for (metrics, step), record in zip(of_steps, steps, strict=True):
+        assert (metrics["loss"], step) == (record["loss"], record["step"])
+
+    names = set()
+    for (metrics, step), record in zip(of_scores, scores, strict=True):
+        assert list(metrics.values()) == [record["accuracy"], record["loss"], record["ece"]]
+        assert step == record["step"]
+        names |= metrics.keys()
     # three of raw weights, and of averages without and with TTA
-    assert len({name for metrics, _ in of_scores for name in metrics}) == 9
+    assert len(names) == 9
     assert tracker.mock_calls[-1][0] in ("init().finish", "end_run")
 
 
@@ -85,9 +90,7 @@ def test_a_hugging_face_data_set_becomes_arrays(tmp_path, monkeypatch):
     """With a stand-in for the library that reads as the library does: columns by name, class names
     in `features`.
     """
-    splits = dict(
-        zip(("train", "test"), (synthetic.make(20, 0, 0), synthetic.make(10, 0, 1)), strict=True)
-    )
+    splits = {"train": synthetic.make(20, 0, 0), "test": synthetic.make(10, 0, 1)}
 
     class Rows(dict):
         features = {"fine_label": SimpleNamespace(names=list(synthetic.CLASSES))}
@@ -105,11 +108,8 @@ def test_a_hugging_face_data_set_becomes_arrays(tmp_path, monkeypatch):
     assert dataset.train.info.class_names == synthetic.CLASSES
 
     for name, split in splits.items():
-        read, made = (
-            sorted(
-                (image.tobytes(), label)
-                for image, label in zip(each.images, each.labels, strict=True)
-            )
-            for each in (getattr(dataset, name), split)
-        )
-        assert read == made
+        assert sorted_examples(getattr(dataset, name)) == sorted_examples(split)
+
+
+def sorted_examples(split):
+    return sorted(zip([image.tobytes() for image in split.images], split.labels, strict=True))

@@ -16,6 +16,7 @@ from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data import sources
 from cifar_towers.errors import DivergedError
+from cifar_towers.evaluation import evaluator
 from cifar_towers.evaluation.score import Score
 from cifar_towers.inference.evaluate import evaluate_checkpoint
 from cifar_towers.inference.report import render
@@ -122,12 +123,7 @@ def test_the_target_is_for_the_weights_that_the_run_reports(tmp_path, monkeypatc
         return Score(np.zeros(100, np.int64), np.eye(10)[(np.arange(100) >= percent).astype(int)])
 
     percents = iter([95, 93, 96, 97, 97, 97])
-
-    def score_split(classifier, split, weights, non_trainable, tta):
-        views = (False, True) if tta else (False,)
-        return {with_tta: score(next(percents)) for with_tta in views}
-
-    monkeypatch.setattr(trainer, "score_split", score_split)
+    monkeypatch.setattr(evaluator, "Score", lambda labels, logits: score(next(percents)))
     settings = {"max_steps": 1, "validation_examples": 500, "tta": True}
     result = run(TINY, tmp_path, target_accuracy=0.94, **settings)
     kinds = [(each["split"], each["weights"], each["tta"]) for each in result["evaluations"]]

@@ -85,10 +85,9 @@ def by_damage(directory):
     [
         by_signal,
         by_damage,
-        *(
-            pytest.param(each, marks=pytest.mark.slow)
-            for each in (by_kill, by_callback, by_max_steps)
-        ),
+        pytest.param(by_kill, marks=pytest.mark.slow),
+        pytest.param(by_callback, marks=pytest.mark.slow),
+        pytest.param(by_max_steps, marks=pytest.mark.slow),
     ],
 )
 def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(
@@ -115,12 +114,7 @@ def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(
     of_towers = tensors_of(events_of(tmp_path / "train"), "tower_1/loss")
 
     # 7: the last step of the first part
-    assert [step for step in of_towers if step != 7] == [
-        5,
-        10,
-        15,
-        20,
-    ]
+    assert [step for step in of_towers if step != 7] == [5, 10, 15, 20]
 
 
 @pytest.mark.parametrize(
@@ -178,10 +172,8 @@ def test_bfloat16_is_for_the_computation_alone(tmp_path, num_gpus):
 @pytest.mark.slow
 def test_a_speednet_goes_on_through_its_phases(tmp_path, speednet_run):
     """After step 10 the images are larger, and the whitening rests."""
-    run(
-        replace(QUICK, num_gpus=2, tta=True),
-        stopped_after(9, speednet_run[0], tmp_path / "resumed"),
-    )
+    directory = stopped_after(9, speednet_run[0], tmp_path / "resumed")
+    run(replace(QUICK, num_gpus=2, tta=True), directory)
     same, differences = compare_runs(speednet_run[0], tmp_path / "resumed")
     assert same, differences
 
@@ -212,7 +204,8 @@ def test_a_run_goes_on_under_other_strategies(tmp_path, tiny_run, capsys):
 
     assert lines_with(capsys.readouterr().out, "step 8", "towers 4 -> 2")
 
-    ours, uninterrupted = (records_of(directory, "train") for directory in (tmp_path, tiny_run[0]))
+    ours = records_of(tmp_path, "train")
+    uninterrupted = records_of(tiny_run[0], "train")
     for name in ("step", "learning_rate"):
         assert [record[name] for record in ours] == [record[name] for record in uninterrupted]
 
@@ -235,16 +228,11 @@ def test_a_resumed_run_uses_and_names_what_has_changed(tmp_path, capsys, monkeyp
 
     assert lines_with(capsys.readouterr().out, "resuming from step 1", *changed)
 
-    rows = [
-        (record["loss"] > 50, record["images_per_sec"])
-        for record in records_of(tmp_path / "run", "train")
-    ]
+    records = records_of(tmp_path / "run", "train")
+    rows = [(record["loss"] > 50, record["images_per_sec"]) for record in records]
 
     # a rate is unknown, as each was the first step of a start
-    assert rows == [
-        (False, None),
-        (True, None),
-    ]
+    assert rows == [(False, None), (True, None)]
 
     events = events_of(tmp_path / "run/train")  # the user's function is called `loss`
     tags = events.Tags()["tensors"]

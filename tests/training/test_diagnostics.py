@@ -27,20 +27,13 @@ def make_run(towers, examples, **settings):
     """Return a run, and the function that computes its diagnostics."""
     run = StepRun(towers, examples, TrainConfig(**SETTINGS | settings))
     augmentation = build.make_training_augmentation(run.config, CIFAR10)
-    return (
-        run,
-        augmentation,
-        diagnostics.Diagnoser(run.state.model, augmentation, run.towers).diagnose,
-    )
+    diagnoser = diagnostics.Diagnoser(run.state.model, augmentation, run.towers)
+    return run, augmentation, diagnoser.diagnose
 
 
 @pytest.mark.parametrize(
     "count, settings",
-    [
-        (2, {}),
-        (1, {"micro_batches": 2}),
-        (2, {"strategy": "mirrored"}),
-    ],
+    [(2, {}), (1, {"micro_batches": 2}), (2, {"strategy": "mirrored"})],
 )
 def test_gradients_and_images_are_those_of_their_step(towers, examples, count, settings):
     """The biases are frozen, and have no gradient."""
@@ -64,24 +57,25 @@ def test_gradients_and_images_are_those_of_their_step(towers, examples, count, s
             loss = loss_fn(shard.labels, logits, weights)["total_loss"]
         return [gradient.numpy() for gradient in tape.gradient(loss, kernels)]
 
+    def flatten(gradients):
+        return np.concatenate([gradient.ravel() for gradient in gradients])
+
     of_towers = [gradients_of(shard) for shard in shards]
-    means = [np.mean(of_one, 0) for of_one in zip(*of_towers, strict=True)]
-    *flat, mean = [
-        np.concatenate([g.ravel() for g in gradients]) for gradients in [*of_towers, means]
-    ]
+    means = [np.mean(gradients, 0) for gradients in zip(*of_towers, strict=True)]
+    flat = [flatten(gradients) for gradients in of_towers]
+    mean = flatten(means)
 
-    np.testing.assert_allclose(
-        found.tower_gradient_norm, [np.linalg.norm(own) for own in flat], rtol=1e-4
-    )
+    norms = [np.linalg.norm(gradient) for gradient in flat]
+    np.testing.assert_allclose(found.tower_gradient_norm, norms, rtol=1e-4)
 
-    cosines = [own @ mean / np.linalg.norm(own) / np.linalg.norm(mean) for own in flat]
+    products = [gradient @ mean for gradient in flat]
+    cosines = np.array(products) / norms / np.linalg.norm(mean)
     np.testing.assert_allclose(found.tower_gradient_cosine, cosines, atol=1e-5)
     assert list(found.gradients) == [v.path for v in model.trainable_variables if len(v.shape) > 1]
 
     for gradient, expected in zip(found.gradients.values(), means, strict=True):
-        np.testing.assert_allclose(
-            gradient, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max()
-        )
+        atol = 1e-4 * np.abs(expected).max()
+        np.testing.assert_allclose(gradient, expected, rtol=1e-3, atol=atol)
 
     assert list(found.weights) == [v.path for v in model.trainable_variables]
 
@@ -93,20 +87,22 @@ def test_gradients_and_images_are_those_of_their_step(towers, examples, count, s
     np.testing.assert_array_equal(found.labels, shards[-1].labels[: len(found.labels)])
 
 
-def test_images_are_those_that_the_model_saw(towers, examples, tmp_path):
-    """The hardest of the pool, after a function of the user's."""
-    (tmp_path / "own.py").write_text("def invert(images, draws):\n    return -images\n")
-    settings = {"augment": f"{tmp_path}/own.py:invert", "hard_example_pool": 32, "batch_size": 8}
+def test_images_are_those_that_the_model_saw(towers, examples, tmp_path, monkeypatch):
+    """The first of the hardest of the pool, after a function of the user's that mixes the shard."""
+    monkeypatch.setattr(diagnostics, "NUM_EXAMPLES", 6)
+    monkeypatch.setattr(diagnostics, "NUM_IMAGES", 6)
+    (tmp_path / "mine.py").write_text("def turn(images, draws):\n    return -images[::-1]\n")
+    settings = {"augment": f"{tmp_path}/mine.py:turn", "hard_example_pool": 32, "batch_size": 8}
     run, augmentation, diagnose = make_run(towers(1), examples, **settings)
     batch = run.batches.at(0)
     metrics = run.step(0, batch)
     selected = tf.nest.map_structure(tf.constant, run.selected)
     found = diagnose(FinishedStep(1, selected, {}, 32, metrics, run.gradients))
     rows = run.selected.draws.example_index - batch.draws.example_index.numpy()[0]
-    images = -augmentation.augment(batch.images, batch.draws).numpy()[rows]
+    images = -augmentation.augment(batch.images, batch.draws).numpy()[rows][::-1][:6]
 
     np.testing.assert_allclose(found.images, images, atol=1e-5)
-    np.testing.assert_array_equal(found.labels, batch.labels.numpy()[rows])
+    np.testing.assert_array_equal(found.labels, batch.labels.numpy()[rows][:6])
 
 
 def diagnose_model(model, towers, examples):
@@ -132,9 +128,8 @@ def test_nonlinear_layers_are_measured_also_of_a_reused_backbone(towers, example
     x = images = keras.Input([24, 24, 3])
     for layer in backbone.layers:
         x = layer(x)
-    model = keras.Model(
-        images, keras.layers.Dense(10, name="head")(keras.layers.GlobalAveragePooling2D()(x))
-    )
+    x = keras.layers.GlobalAveragePooling2D()(x)
+    model = keras.Model(images, keras.layers.Dense(10, name="head")(x))
     found, given = diagnose_model(model, towers(1), examples)
     relu = tf.nn.relu(layers[0](given))
 

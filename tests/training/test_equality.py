@@ -32,15 +32,10 @@ BOUND = 1e-4
 AUGMENTATION = Augmentation(AugmentationSettings(shift=2, brightness=8.0))
 SOME = [("towers", "cpu", 1, 4), ("towers", "round_robin", 2, 1), ("towers", "least_loaded", 4, 1)]
 SOME += [("mirrored", "", 2, 1), ("mirrored", "", 2, 2)]
-ALL = [
-    ("towers", "cpu", 1, 1),
-    *(("towers", placement, count, 1) for placement in PLACEMENTS for count in (2, 4)),
-]
-ALL += [
-    ("towers", "cpu", 2, 2),
-    ("mirrored", "", 1, 4),
-    *(("mirrored", "", count, 1) for count in (1, 2, 4)),
-]
+ALL = [("towers", "cpu", 1, 1), ("towers", "cpu", 2, 2), ("mirrored", "", 1, 4)]
+ALL += [("towers", placement, 2, 1) for placement in PLACEMENTS]
+ALL += [("towers", placement, 4, 1) for placement in PLACEMENTS]
+ALL += [("mirrored", "", count, 1) for count in (1, 2, 4)]
 
 
 def small_net(synchronized=False):
@@ -130,12 +125,8 @@ def witness(batches):
                         batch.labels[chosen], logits
                     )
                     loss = tf.reduce_mean(losses)
-                gradients.append(
-                    [
-                        g.numpy()
-                        for g in tape.gradient(loss, [v.value for v in model.trainable_variables])
-                    ]
-                )
+                weights = [v.value for v in model.trainable_variables]
+                gradients.append([g.numpy() for g in tape.gradient(loss, weights)])
                 moved.append([v.numpy() for v in statistics])
             for variable, buffer, *of_parts in zip(
                 model.trainable_variables, buffers, *gradients, strict=True
@@ -166,15 +157,11 @@ def test_every_placement_and_strategy_equals_one_device(towers, batches, witness
     These are towers times micro-batches.
     """
     for strategy, how, count, parts in rows:
+        case = (strategy, how, count, parts)
         by_mean = combined(strategy, how, towers(count), batches, micro_batches=parts)
-        assert largest_difference(witness(count * parts), by_mean) < BOUND, (
-            strategy,
-            how,
-            count,
-            parts,
-        )
+        assert largest_difference(witness(count * parts), by_mean) < BOUND, case
         # this net can tell the two apart
         assert count * parts == 1 or largest_difference(witness(1), by_mean) > BOUND
         if parts == 1:
             by_all = combined(strategy, how, towers(count), batches, synchronized=True)
-            assert largest_difference(witness(1), by_all) < BOUND, (strategy, how, count)
+            assert largest_difference(witness(1), by_all) < BOUND, case

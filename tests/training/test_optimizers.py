@@ -62,16 +62,17 @@ def update(state, gradients, rates=None, finite=True):
     it changed.
     """
     before = {name: variable.numpy() for name, variable in state.named_variables().items()}
-    rates = {
-        name: tf.constant(rate, tf.float32)
-        for name, rate in (rates or state.optimizer.learning_rates(1)).items()
-    }
+    rates = rates or state.optimizer.learning_rates(1)
+    rates = {name: tf.constant(rate, tf.float32) for name, rate in rates.items()}
     pairs = list(zip(gradients, state.weights, strict=True))
     tower_losses = tf.constant([1.0, 1.0 if finite else np.nan])
     result = state.apply(pairs, [], rates, tower_losses)
-    return result, {
-        n for n, v in state.named_variables().items() if not np.array_equal(v.numpy(), before[n])
-    }
+
+    changed = set()
+    for name, variable in state.named_variables().items():
+        if not np.array_equal(variable.numpy(), before[name]):
+            changed.add(name)
+    return result, changed
 
 
 def test_weight_decay_takes_the_same_fraction_of_every_group(state):
@@ -87,9 +88,8 @@ def test_weight_decay_takes_the_same_fraction_of_every_group(state):
         weight.assign(tf.ones_like(weight))
     update(state, [tf.zeros_like(weight) for weight in state.weights])
     for weight in state.weights:
-        np.testing.assert_allclose(
-            weight, 0.99 * np.ones(weight.shape), rtol=1e-6, err_msg=weight.name
-        )
+        expected = 0.99 * np.ones(weight.shape)
+        np.testing.assert_allclose(weight, expected, rtol=1e-6, err_msg=weight.name)
 
 
 def test_the_rate_of_every_role_follows_its_schedule():
@@ -110,24 +110,22 @@ def test_without_a_gradient_or_a_rate_a_variable_and_its_slots_rest(state):
     gradients = [
         None if variable_name(w) == "conv/kernel" else tf.ones_like(w) for w in state.weights
     ]
-    rates = {
-        name: rate for name, rate in state.optimizer.learning_rates(1).items() if name != "biases"
-    }
+    rates = state.optimizer.learning_rates(1)
+    rates = {name: rate for name, rate in rates.items() if name != "biases"}
     _, moved = update(state, gradients, rates)
     weights = {"model.whitening.kernel", "model.whitening.bias", "model.last.kernel"}
+    slots = [name for name in moved if name.startswith("optimizer.")]
 
     assert {name for name in moved if name.startswith("model.")} == weights
-    assert {name.split(".")[1] for name in moved if name.startswith("optimizer.")} == {
-        "head",
-        "whitening",
-    }
+    assert {name.split(".")[1] for name in slots} == {"head", "whitening"}
 
 
 @pytest.mark.parametrize(("gradient", "finite"), [(1.0, False), (np.inf, True), (np.nan, True)])
 def test_a_step_that_is_not_finite_changes_no_weight_slot_or_average(state, gradient, finite):
     state.step.assign(4)  # the next one is due for lookahead
-    first, *others = [tf.ones_like(weight) for weight in state.weights]
-    (updated, _), moved = update(state, [gradient * first, *others], finite=finite)
+    gradients = [tf.ones_like(weight) for weight in state.weights]
+    gradients[0] *= gradient
+    (updated, _), moved = update(state, gradients, finite=finite)
     assert not updated
     assert moved == {"step"}
 
@@ -169,9 +167,8 @@ def level_singular_values(kernel):
 @pytest.mark.parametrize("shape", [(3, 3, 8, 16), (1, 1, 4, 16), (2, 2, 4, 16), (2, 1, 1, 1)])
 def test_orthogonalized_kernels_keep_their_directions_and_level_their_singular_values(shape):
     kernel = np.random.default_rng(0).normal(size=shape).astype("f4")
-    np.testing.assert_allclose(
-        orthogonalize(tf.constant(kernel)), level_singular_values(kernel), atol=1e-5
-    )
+    found = orthogonalize(tf.constant(kernel))
+    np.testing.assert_allclose(found, level_singular_values(kernel), atol=1e-5)
 
 
 def assign(updates):
@@ -184,9 +181,8 @@ def momentum_by_numpy(weight, slots, gradient, rate, step, momentum, nesterov, w
     if not momentum:
         return weight - rate * direction, {}
     buffer = momentum * slots.get("momentum", 0.0) + direction
-    return weight - rate * (direction + momentum * buffer if nesterov else buffer), {
-        "momentum": buffer
-    }
+    change = direction + momentum * buffer if nesterov else buffer
+    return weight - rate * change, {"momentum": buffer}
 
 
 def muon_by_numpy(weight, slots, gradient, rate, step, momentum, total_steps, weight_decay):
@@ -271,14 +267,8 @@ def without_trained_kernels():
     ("make", "is_speednet", "kernels", "head", "whitening", "num_biases"),
     [
         (convolutions, True, ["conv"], ["last"], ["whitening", "whitening"], 2),
-        (
-            convolutions,
-            False,
-            ["whitening", "conv"],
-            ["last"],
-            [],
-            3,
-        ),  # a user's layers have any names
+        # a user's layers have any names
+        (convolutions, False, ["whitening", "conv"], ["last"], [], 3),
         (in_other_order, False, ["body"], ["head"], [], 2),
         (without_trained_kernels, False, [], [], [], 2),
     ],
@@ -288,13 +278,12 @@ def test_roles_of_variables(make, is_speednet, kernels, head, whitening, num_bia
     only.
     """
     model = make()
-    layer_of = {
-        id(variable.value): variable.path.split("/")[-2] for variable in model.trainable_variables
-    }
-    layers = {
-        role: [layer_of[id(v)] for v in found]
-        for role, found in split_by_role(model, is_speednet).items()
-    }
+    layer_of = {}
+    for variable in model.trainable_variables:
+        layer_of[id(variable.value)] = variable.path.split("/")[-2]
+    layers = {}
+    for role, variables in split_by_role(model, is_speednet).items():
+        layers[role] = [layer_of[id(variable)] for variable in variables]
 
     assert len(layers.pop("biases")) == num_biases
     assert layers == {"kernels": kernels, "head": head, "whitening": whitening}
@@ -305,22 +294,23 @@ def test_momentum_and_weight_decay_are_summed_in_one_order():
     three.
     """
     rule = Momentum([tf.Variable(tf.ones([8, 8]))], 0.9, weight_decay=0.01)
-    compute = tf.function(
-        lambda gradient: rule.compute_update(0, gradient, tf.constant(0.1), 0)[0][1],
-        autograph=False,
-    )
+
+    @tf.function(autograph=False)
+    def compute(gradient):
+        updates = rule.compute_update(0, gradient, tf.constant(0.1), 0)
+        _, value = updates[0]
+        return value
+
     context.context().enable_graph_collection()
     try:
         moved = compute(tf.ones([8, 8]))
         graphs = context.context().export_run_metadata().function_graphs
     finally:
         context.context().disable_graph_collection()
-    sums = [
-        node
-        for graph in graphs
-        for node in graph.post_optimization_graph.node
-        if node.op.startswith("Add")
-    ]
+    sums = []
+    for graph in graphs:
+        nodes = graph.post_optimization_graph.node
+        sums += [node for node in nodes if node.op.startswith("Add")]
 
     assert sums
     assert all(len(node.input) == 2 for node in sums)

@@ -53,15 +53,13 @@ def witness(examples):
         images = augmentation.augment(batch.images, batch.draws)
         with tf.GradientTape() as tape:
             logits = model(images, training=True)
-            loss = tf.reduce_mean(
-                tf.nn.sparse_softmax_cross_entropy_with_logits(batch.labels, logits)
-            )
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(batch.labels, logits)
+            loss = tf.reduce_mean(losses)
             for layer in ("local3", "local4"):
                 loss += 0.004 * tf.nn.l2_loss(model.get_layer(layer).kernel.value)
         gradients = tape.gradient(loss, weights)
-        buffers = [
-            0.9 * buffer + gradient for buffer, gradient in zip(buffers, gradients, strict=True)
-        ]
+        pairs = zip(buffers, gradients, strict=True)
+        buffers = [0.9 * buffer + gradient for buffer, gradient in pairs]
         rate = np.float32(0.05 * (1 - number / 100)).astype("f8")
         for weight, buffer in zip(weights, buffers, strict=True):
             weight.assign_sub(rate * buffer)
@@ -79,25 +77,27 @@ def test_metrics_are_of_all_towers_and_losses_of_the_final_one(towers, examples)
     _, metrics = trained(towers(2), examples, "float32", 1)
     assert len(set(metrics.tower_losses)) == 2
     assert metrics.losses["total_loss"] == metrics.tower_losses[-1]
+
     weight_loss = metrics.losses["local3/weight_loss"] + metrics.losses["local4/weight_loss"]
-    assert float(metrics.loss + weight_loss) == pytest.approx(
-        np.mean(metrics.tower_losses), rel=1e-5
-    )
+    mean = np.mean(metrics.tower_losses)
+    assert float(metrics.loss + weight_loss) == pytest.approx(mean, rel=1e-5)
 
 
 def gpu_runs(node):
-    """Whether TensorFlow has a kernel for GPUs of a node's operation and types."""
+    """Return whether TensorFlow has a kernel for GPUs of a node's operation and types."""
     types = {
         name: [value.type] if value.type else value.list.type for name, value in node.attr.items()
     }
-    return any(
-        all(
-            set(types[limit.name]) <= set(limit.allowed_values.list.type)
-            for limit in kernel.constraint
-        )
-        for kernel in kernels.get_registered_kernels_for_op(node.op).kernel
-        if kernel.device_type in ("GPU", "DEFAULT")
-    )
+
+    def takes_types(kernel):
+        for limit in kernel.constraint:
+            if not set(types[limit.name]) <= set(limit.allowed_values.list.type):
+                return False
+        return True
+
+    registered = kernels.get_registered_kernels_for_op(node.op).kernel
+    for_gpus = [kernel for kernel in registered if kernel.device_type in ("GPU", "DEFAULT")]
+    return any(takes_types(kernel) for kernel in for_gpus)
 
 
 @pytest.mark.skipif(
@@ -120,12 +120,8 @@ def test_gpus_can_run_every_operation_of_a_tower(towers, examples, name, precisi
     every step.
     """
     last = dataclasses.replace(towers(2)[1], index=0)  # not on the host's device
-    run = StepRun(
-        [last],
-        examples,
-        recipe(name, batch_size=12, variable_placement="round_robin", **settings),
-        precision,
-    )
+    config = recipe(name, batch_size=12, variable_placement="round_robin", **settings)
+    run = StepRun([last], examples, config, precision)
     graphs = [function.graph.as_graph_def() for function in run.traced()]
     inside = []
     on_tower = []
@@ -142,18 +138,13 @@ def test_micro_batches_hold_the_gradients_of_one_part_and_the_sum(towers, exampl
     run = StepRun(towers(1), examples, TrainConfig(model=TINY_NET, batch_size=8, micro_batches=4))
     graph = run.train_step.get_concrete_function(run.batches.at(0), run.rates()).graph
     shapes = [tuple(weight.shape) for weight in run.state.weights if weight.shape.rank > 1]
-    sums = [
-        op
-        for op in graph.get_operations()
-        if op.type == "AddN" and tuple(op.outputs[0].shape) in shapes
-    ]
+    sums = [op for op in graph.get_operations() if op.type == "AddN"]
+    sums = [op for op in sums if tuple(op.outputs[0].shape) in shapes]
 
     assert {len(op.inputs) for op in sums} == {2}
 
     for part in (2, 3):  # which wait for the sum of those before
-        (images,) = (
-            op for op in graph.get_operations() if op.name == f"tower_0/part_{part}/Identity"
-        )
+        images = graph.get_operation_by_name(f"tower_0/part_{part}/Identity")
         assert len({*sums} & {*images.control_inputs}) == len(shapes)
 
 
@@ -176,13 +167,13 @@ def test_operations_are_on_their_tower_or_beside_their_variable(towers, examples
     for kind in ("Conv2D", "Conv2DBackpropInput"):
         counts = [tower_devices(function, tower, kind) for tower in on_devices]
         assert [list(of_tower) for of_tower in counts] == [[tower.device] for tower in on_devices]
-        assert len({count for of_tower in counts for count in of_tower.values()}) == 1
+        assert len({sum(of_tower.values()) for of_tower in counts}) == 1
 
     for group in run.state.optimizer.groups:
+        devices = [variable.device for variable in group.rule.variables]
         for slots in filter(None, group.rule.slots.values()):
-            assert [slot.device for slot in slots] == [
-                variable.device for variable in group.rule.variables
-            ]
+            assert [slot.device for slot in slots] == devices
+
     averaged = [op for op in made if op.type == "AddN" and op.name.startswith("average_gradients/")]
 
     assert [op.device[-5:] for op in averaged] == [v.device[-5:] for v in run.state.weights]
@@ -195,30 +186,23 @@ def test_operations_are_on_their_tower_or_beside_their_variable(towers, examples
     assert len(moved) >= len(run.state.weights)
     assert all(op.device[-5:] == device_of[id(op.inputs[0])] for op in moved)
 
-    large = [
-        op
-        for op in made
-        if op.name.split("/")[0] in ("average_gradients", "average_statistics", "apply")
-        and any(
-            output.shape.num_elements() is not None and output.shape.num_elements() > 100
-            for output in op.outputs
-        )
-    ]
+    def is_large(op):
+        sizes = [output.shape.num_elements() for output in op.outputs]
+        return any(size is not None and size > 100 for size in sizes)
+
+    scopes = ("average_gradients", "average_statistics", "apply")
+    large = [op for op in made if op.name.split("/")[0] in scopes and is_large(op)]
 
     # three in each Newton-Schulz step
     assert sum(op.type == "MatMul" for op in large) >= 3 * 3 * len(kernels)
 
     used = {op.device[-5:] for op in large} - {""}
-    assert (
-        used == {"CPU:0"}
-        if policy == "cpu"
-        else used == {tower.device[-5:] for tower in on_devices}
-    )
+    if policy == "cpu":
+        assert used == {"CPU:0"}
+    else:
+        assert used == {tower.device[-5:] for tower in on_devices}
     # which is where the variable is
-    assert {op.type for op in large if not op.device} <= {
-        "Const",
-        "ReadVariableOp",
-    }
+    assert {op.type for op in large if not op.device} <= {"Const", "ReadVariableOp"}
 
 
 @pytest.mark.parametrize("strategy", ["towers", pytest.param("mirrored", marks=pytest.mark.slow)])
@@ -233,9 +217,8 @@ def test_frozen_groups_get_no_gradient_and_change_nothing_else(towers, examples,
         "whitening_epochs": 0.1,
     }
     config = cifarnet(**settings, strategy=strategy)
-    filters = (
-        build.make_model(config, "float32", CIFAR10, examples).get_layer("whitening").kernel.numpy()
-    )
+    model = build.make_model(config, "float32", CIFAR10, examples)
+    filters = model.get_layer("whitening").kernel.numpy()
     weights = []
     backward = []
     for rests in (False, True):
@@ -245,9 +228,8 @@ def test_frozen_groups_get_no_gradient_and_change_nothing_else(towers, examples,
         rates = run.rates(2)
         if not rests:
             rates["whitening"] = tf.constant(0.0)
-        backward.append(
-            operations.count(run.train_step.get_concrete_function(run.batches.at(2), rates))
-        )
+        function = run.train_step.get_concrete_function(run.batches.at(2), rates)
+        backward.append(operations.count(function))
         assert bool(run.step(2, rates=rates).updated)
         weights.append([weight.numpy() for weight in run.state.weights])
         # frozen all along
@@ -281,10 +263,9 @@ def test_model_losses_are_added_once(towers, examples):
     config = cifarnet(model=net("regularized"), **settings)
     model = build.make_model(config, "float64", CIFAR10, examples)
     kernel = model.trainable_variables[0].numpy()
-    (with_loss, metrics), (without, _) = (
-        trained(towers(2), examples, "float64", 1, model=net(name), **settings)
-        for name in ("regularized", "plain")
-    )
+    train = partial(trained, towers(2), examples, "float64", 1, **settings)
+    with_loss, metrics = train(model=net("regularized"))
+    without, _ = train(model=net("plain"))
 
     assert float(metrics.losses[MODEL_LOSSES]) == pytest.approx(1e-3 * np.sum(kernel**2))
 
@@ -294,9 +275,8 @@ def test_model_losses_are_added_once(towers, examples):
 
 def test_a_step_of_cifarnet_is_that_of_earlier_versions(towers):
     """In float64, from the weights of seed 0: a run goes on with it after an update."""
-    run = StepRun(
-        towers(1), synthetic.make(60, 0, 0), recipe("cifarnet", batch_size=12), precision="float64"
-    )
+    config = recipe("cifarnet", batch_size=12)
+    run = StepRun(towers(1), synthetic.make(60, 0, 0), config, precision="float64")
     metrics = run.step(0)
     values = run.values("model.")
     found = [

@@ -17,11 +17,8 @@ from cifar_towers.training.build import load_augmentation, load_loss
 from tests.helpers.step_runs import StepRun
 
 ROOT = Path(__file__).parents[2]
-BRIER = re.search(
-    r"```\n(import tensorflow as tf\n\ndef brier.*?)```",
-    (ROOT / "docs/your-own.md").read_text(),
-    re.S,
-)
+PAGE = (ROOT / "docs/your-own.md").read_text()
+BRIER = re.search(r"```\n(import tensorflow as tf\n\ndef brier.*?)```", PAGE, re.S)
 DOCUMENTED = (ROOT / "examples/mixup.py").read_text() + BRIER[1]
 FUNCTIONS = """
 
@@ -64,15 +61,12 @@ def train(file, towers, examples):
 
 
 def test_mixup_on_two_towers_in_micro_batches_is_that_of_one(train):
-    (one, first), (parts, second) = (
-        train(count, 2, {"augment": "mixup"}, micro_batches=parts)
-        for count, parts in ((1, 1), (2, 3))
-    )
-    for name, value in one.values("model.").items():
-        np.testing.assert_allclose(
-            parts.values("model.")[name], value, rtol=0, atol=1e-4, err_msg=name
-        )
+    one, first = train(1, 2, {"augment": "mixup"}, micro_batches=1)
+    parts, second = train(2, 2, {"augment": "mixup"}, micro_batches=3)
 
+    found = parts.values("model.")
+    for name, value in one.values("model.").items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-4, err_msg=name)
     np.testing.assert_allclose([m.loss for m in first], [m.loss for m in second], rtol=1e-4)
 
 
@@ -84,16 +78,14 @@ def test_the_step_trains_on_what_the_augmentation_returns(train, file, examples)
     batch = run.batches.at(0)
     logits_of = run.state.model
     images = build.make_augmentation(run.config, examples.info).augment(batch.images, batch.draws)
-    mixed, labels = load_augmentation(f"{file}:mixup", 24, 10)(
-        images, batch.labels, batch.draws.user
-    )
+    mixup = load_augmentation(f"{file}:mixup", 24, 10)
+    mixed, labels = mixup(images, batch.labels, batch.draws.user)
+
     share = np.maximum(batch.draws.user[:, 0], 1 - batch.draws.user[:, 0])
     pairs = np.arange(24).reshape(-1, 2)[:, ::-1].ravel()
     one_hot = np.eye(10)[batch.labels]
-
-    np.testing.assert_allclose(
-        labels, share[:, None] * one_hot + (1 - share[:, None]) * one_hot[pairs], atol=1e-6
-    )
+    expected_labels = share[:, None] * one_hot + (1 - share[:, None]) * one_hot[pairs]
+    np.testing.assert_allclose(labels, expected_labels, atol=1e-6)
 
     expected = -(labels * tf.nn.log_softmax(logits_of(mixed))).numpy().sum(1).mean()
     correct = (logits_of(mixed).numpy().argmax(1) == labels.numpy().argmax(1)).mean()
