@@ -127,7 +127,8 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     if path and source.endswith(".py"):
         # files of one name are different modules
         spec = importlib.util.spec_from_file_location(str(path), path)
-        assert spec is not None and spec.loader, "a file that ends in .py has both"
+        assert spec is not None  # as the file ends in .py
+        assert spec.loader is not None
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         with _searched_first(str(path.parent)):
             spec.loader.exec_module(module)
