@@ -67,9 +67,11 @@ class DeviceSettings(Settings):
     num_gpus: int = setting(
         0, "number of towers; 0: one per GPU, or two without GPUs", low=0, scope=EXPERIMENT
     )
-    soft_placement: bool = setting(True, "logical devices in place of missing GPUs", scope=RUN)
+    soft_placement: bool = setting(True, "let logical devices stand in for missing GPUs", scope=RUN)
     deterministic: bool = setting(
-        False, "bit-identical results, or TensorFlow's error where it has none", scope=EXPERIMENT
+        False,
+        "compute bit-identical results, or end in TensorFlow's error where it cannot",
+        scope=EXPERIMENT,
     )
 
 
@@ -86,7 +88,7 @@ class TowerSettings(DeviceSettings):
     )
     strategy: str = setting(
         "towers",
-        "use of the devices: towers share the batch and the variables; mirrored and multi_worker "
+        "how devices are used: towers share the batch and the variables; mirrored and multi_worker "
         "are replicas of tf.distribute, in one process or one per worker",
         choices=("towers", "mirrored", "multi_worker"),
         scope=EXPERIMENT,
@@ -114,11 +116,11 @@ class TowerSettings(DeviceSettings):
     )
     jit_compile: bool = setting(
         False,
-        "compile each tower's forward and backward pass and the update by XLA, for GPUs",
+        "let XLA compile each tower's forward and backward pass and the update, for GPUs",
         scope=EXPERIMENT,
     )
     log_device_placement: bool = setting(
-        False, "logged device of each variable and tower", scope=PROCESS
+        False, "log the device of each variable and tower", scope=PROCESS
     )
 
 
@@ -140,7 +142,7 @@ class RunSettings(Settings):
         "init_from",
         scope=PROCESS,
     )
-    overwrite: bool = setting(False, "fresh start that deletes the run in train_dir", scope=PROCESS)
+    overwrite: bool = setting(False, "delete the run in train_dir and start again", scope=PROCESS)
     seed: int = setting(
         0, "seed of data order, augmentation and weights", low=0, high=2**31 - 1, scope=SEED
     )
@@ -210,7 +212,7 @@ class DataSettings(Settings):
     )
     flip: str = setting(
         "alternating",
-        "mirroring of training images: at random, or alternating: each image in every other epoch",
+        "mirror training images: at random; or alternating, each image in every other epoch",
         choices=("none", "random", "alternating"),
     )
 
@@ -285,7 +287,7 @@ class OptimizerSettings(Settings):
 
     optimizer: str = setting(
         "momentum",
-        "update rule: momentum, SGD; muon, Muon for convolutions and momentum SGD for the rest; "
+        "update rule: momentum, SGD; muon, Muon for kernels but the last, and SGD for the rest; "
         "adamw, AdamW",
         choices=OPTIMIZERS,
     )
@@ -308,7 +310,7 @@ class OptimizerSettings(Settings):
         3.0, "epochs in which the whitening bias is trained", low=0, high=1e6
     )
     momentum: float = setting(0.9, "momentum coefficient of SGD", low=0, high=0.9999)
-    nesterov: bool = setting(False, "Nesterov momentum in SGD")
+    nesterov: bool = setting(False, "use Nesterov momentum in SGD")
     muon_momentum: float = setting(0.655, "momentum coefficient of Muon", low=0, high=0.9999)
     weight_decay: float = setting(
         0.0,
@@ -329,7 +331,7 @@ class OptimizerSettings(Settings):
         0.0, "decay of the weights' moving average; 0: none", low=0, high=0.999999
     )
     lookahead: bool = setting(
-        False, "Lookahead: a slow average replaces the weights every five steps"
+        False, "replace the weights by a slow average every five steps (Lookahead)"
     )
 
 
@@ -344,7 +346,7 @@ class ReportSettings(Settings):
     )
     tta: bool = setting(
         False,
-        "second evaluation at the end, with test-time augmentation: mirror images and shifts",
+        "at the end also evaluate with test-time augmentation: mirror images and shifts",
         scope=EXPERIMENT,
     )
     summary_every_steps: int = setting(
