@@ -70,10 +70,10 @@ bench: .venv/ready  ## compare placements, strategies and numbers of towers for 
 QUICK = $(addprefix tests/,config data reporting test_architecture.py test_files.py test_signals.py \
   towers/test_gradients.py towers/test_sharding.py runs/test_checkpoint.py runs/test_directory.py runs/test_table.py)
 
-test-quick: .venv/dev-ready  ## run the tests that compile no net, in a minute
+test-quick: .venv/dev-ready  ## run the tests that compile no net, in half a minute
 	@$(MAKE) --no-print-directory test ARGS="-n 2 --dist worksteal $(QUICK) $(ARGS)"
 
-test: .venv/dev-ready  ## run the tests, in ten minutes or less on two cores; some: ARGS='-s -k ...'
+test: .venv/dev-ready  ## run the tests, four minutes on two cores (six with AVX2 alone); some: ARGS='-s -k ...'
 	@$(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist worksteal)
 
 test-long: .venv/dev-ready  ## run the tests and the slow ones, with whole recipes

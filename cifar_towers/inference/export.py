@@ -17,7 +17,14 @@ from cifar_towers.config.programs import ExportConfig
 from cifar_towers.data import sources
 from cifar_towers.errors import RunError, UsageError
 from cifar_towers.inference.predict import TrainedModel
-from cifar_towers.models.layers import Activation, BatchNorm, Conv2D, LocalResponseNorm, PadChannels
+from cifar_towers.models.layers import (
+    Activation,
+    AddReLU,
+    BatchNorm,
+    Conv2D,
+    LocalResponseNorm,
+    PadChannels,
+)
 from cifar_towers.models.speednet import Whitening
 from cifar_towers.runs.run import load_run
 
@@ -220,6 +227,11 @@ def _activation(layer: Activation) -> LayerAndWeights:
     return keras.Model(x, 0.5 * x * (1 + keras.ops.erf(x * 0.5**0.5)), name=layer.name), []
 
 
+def _add_relu(layer: AddReLU) -> LayerAndWeights:
+    inputs = [keras.Input(tensor.shape[1:]) for tensor in layer.input]
+    return keras.Model(inputs, keras.ops.relu(inputs[0] + inputs[1]), name=layer.name), []
+
+
 def _common(layer: keras.layers.Layer) -> dict[str, Any]:
     return {"name": layer.name, "dtype": layer.dtype_policy}
 
@@ -229,6 +241,7 @@ STOCK_EQUIVALENTS: dict[type, Callable[..., LayerAndWeights]] = {
     Whitening: _same_layer,
     BatchNorm: _batch_norm,
     Activation: _activation,
+    AddReLU: _add_relu,
     PadChannels: _pad_channels,
     LocalResponseNorm: _local_response_norm,
 }

@@ -5,7 +5,7 @@ Source: K. He et al., "Deep Residual Learning for Image Recognition", arXiv 1512
 
 import keras
 
-from cifar_towers.models.layers import BatchNorm, Conv2D, PadChannels, logits_dtype
+from cifar_towers.models.layers import AddReLU, BatchNorm, Conv2D, PadChannels, logits_dtype
 
 
 def resnet(
@@ -36,16 +36,13 @@ def resnet(
 def _block(
     x: keras.KerasTensor, channels: int, stride: int, name: str, options: dict
 ) -> keras.KerasTensor:
-    shortcut = (
-        x
-        if x.shape[-1] == channels
-        else PadChannels(channels, stride, name=f"{name}_shortcut", **options)(x)
-    )
+    shortcut = x
+    if x.shape[-1] != channels:
+        shortcut = PadChannels(channels, stride, name=f"{name}_shortcut", **options)(x)
     x = _conv_norm(x, channels, stride, f"{name}_1", options)
     x = keras.layers.ReLU(name=f"{name}_relu1", **options)(x)
     x = _conv_norm(x, channels, 1, f"{name}_2", options)
-    x = keras.layers.Add(name=f"{name}_add", **options)([x, shortcut])
-    return keras.layers.ReLU(name=f"{name}_relu2", **options)(x)
+    return AddReLU(name=f"{name}_relu2", **options)([x, shortcut])
 
 
 def _conv_norm(

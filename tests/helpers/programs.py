@@ -13,11 +13,13 @@ from cifar_towers.cli import main
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "cifar_towers"]
 STARTED: list[subprocess.Popen] = []  # by the test that runs
+STARTED_BY = "CIFAR_TOWERS_STARTED_BY_TEST"  # a variable that programs hand on to their processes
 
 
 def start(program, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **environment):
     """Start a program, with more variables in its environment."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    marks = {"PYTHONPATH": str(ROOT), STARTED_BY: str(os.getpid())}
+    environment = os.environ | marks | environment
     process = subprocess.Popen(
         [*COMMAND, program, *map(str, arguments)],
         env=environment,
@@ -39,20 +41,21 @@ def finish(process, answer=None, timeout=120):
 
 
 def end(process):
-    """Kill a program that still runs, and the processes that it started."""
-    if process.poll() is not None:
-        return
-    for child in psutil.Process(process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+    """Kill a program that still runs."""
     process.kill()
     process.wait()
 
 
 def end_all():
-    """Kill what the test has started and left running, as it does when it fails."""
+    """Kill what the test has started and left running, and what those programs have."""
+    if not STARTED:
+        return
     while STARTED:
         end(STARTED.pop())
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(STARTED_BY) == str(os.getpid()):
+                process.kill()
 
 
 def call(patch, program, *arguments):

@@ -4,7 +4,14 @@ import pytest
 import tensorflow as tf
 
 from cifar_towers.models import convolution
-from cifar_towers.models.layers import COMPILED, BatchNorm, Conv2D, LocalResponseNorm, PadChannels
+from cifar_towers.models.layers import (
+    COMPILED,
+    AddReLU,
+    BatchNorm,
+    Conv2D,
+    LocalResponseNorm,
+    PadChannels,
+)
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-4), ("mixed_bfloat16", 0.05)])
@@ -75,9 +82,23 @@ def test_pad_channels_is_shortcut_a():
     assert tf.reduce_sum(y[..., 0]) == tf.reduce_sum(y[..., 2]) == 0
 
 
+@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16])
+def test_add_relu_is_the_relu_of_a_sum(dtype):
+    x = tf.cast(tf.random.stateless_normal([2, 5, 5, 8], [0, 1]), dtype)
+    y = tf.cast(tf.random.stateless_normal([2, 5, 5, 8], [0, 2]), dtype)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch([x, y])
+        ours = AddReLU(dtype=dtype.name)([x, y])
+        theirs = tf.nn.relu(x + y)
+    np.testing.assert_array_equal(ours, theirs)
+    for tensor in (x, y):
+        np.testing.assert_array_equal(tape.gradient(ours, tensor), tape.gradient(theirs, tensor))
+
+
 def test_layers_deserialize_from_their_config():
     convolution = Conv2D(6, 3, padding="same", even_output=True)
-    for layer in (BatchNorm(0.5, scale=False), LocalResponseNorm(), PadChannels(8, 2), convolution):
+    norm = BatchNorm(0.5, scale=False)
+    for layer in (norm, LocalResponseNorm(), PadChannels(8, 2), AddReLU(), convolution):
         copy = keras.layers.deserialize(keras.layers.serialize(layer))
         assert copy.get_config() == layer.get_config()
 

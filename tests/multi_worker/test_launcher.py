@@ -100,7 +100,11 @@ def test_fewer_gpus_than_workers_are_refused(launch, monkeypatch):
         launch("sys.exit(0)", num_workers=2)
 
 
-ALL_STARTED = "while len(open(sys.argv[1]).readlines()) % 3: time.sleep(0.01)\n"
+# a program that waits for the two others, or ends after a minute
+ALL_STARTED = """deadline = time.monotonic() + 60
+    while len(open(sys.argv[1]).readlines()) % 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+"""
 
 
 def test_failed_worker_ends_the_others_and_is_named(launch, monkeypatch, capfd):

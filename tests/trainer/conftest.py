@@ -5,6 +5,8 @@ one.
 import functools
 import shutil
 from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -12,6 +14,14 @@ from cifar_towers.data import synthetic
 from cifar_towers.data.image_files import resize_all
 from cifar_towers.runs.checkpoint import list_checkpoints
 from tests.helpers.short_runs import QUICK, TINY, Recorder, run, small_runs
+
+
+class TinyRun(NamedTuple):
+    """A finished run on two towers."""
+
+    directory: Path
+    result: dict
+    recorder: Recorder  # with what a callback was told
 
 
 @functools.cache
@@ -40,12 +50,11 @@ def finished_run(directory, config, **settings):
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
-    """Train the tiny model, once for all tests that only read the run; return what a callback was
-    told, too.
-    """
+    """Train the tiny model, once for all tests that only read the run."""
     directory = tmp_path_factory.mktemp("runs") / "tiny"
     recorder = Recorder()
-    return *finished_run(directory, TINY, profile_steps="1:3", callbacks=[recorder]), recorder
+    _, result = finished_run(directory, TINY, profile_steps="1:3", callbacks=[recorder])
+    return TinyRun(directory, result, recorder)
 
 
 @pytest.fixture(scope="session")
@@ -59,10 +68,7 @@ def saved_run(tmp_path, tiny_run):
     """Return the directory of a run with TINY on two towers, with checkpoints of steps 9, 18 and
     20.
     """
-    directory = shutil.copytree(tiny_run[0], tmp_path / "saved")
-    assert [path.name for path in list_checkpoints(directory)] == [
-        "step-9.npz",
-        "step-18.npz",
-        "step-20.npz",
-    ]
+    directory = shutil.copytree(tiny_run.directory, tmp_path / "saved")
+    names = [path.name for path in list_checkpoints(directory)]
+    assert names == ["step-9.npz", "step-18.npz", "step-20.npz"]
     return directory

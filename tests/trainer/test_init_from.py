@@ -37,7 +37,7 @@ def values_of(checkpoint, owner):
 
 def test_it_starts_with_the_averages_of_the_other_run_and_goes_on_without_it(tmp_path, tiny_run):
     """Look at the checkpoint from before the first step; the optimizer starts anew."""
-    source = shutil.copytree(tiny_run[0], tmp_path / "source")
+    source = shutil.copytree(tiny_run.directory, tmp_path / "source")
     whole = tmp_path / "one"
     stopped = tmp_path / "two"
     config = replace(FINETUNE, checkpoint_every_steps=2, init_from=str(source), seed=1)
@@ -61,7 +61,7 @@ def test_it_starts_with_the_averages_of_the_other_run_and_goes_on_without_it(tmp
 
     stopped_after(2, whole, stopped)
     with pytest.raises(UsageError, match=r"init_from .*source -> .*tiny\b"):
-        run(config, stopped, init_from=str(tiny_run[0]))
+        run(config, stopped, init_from=str(tiny_run.directory))
     shutil.rmtree(source)
 
     assert run(config, stopped)["weights_sha256"] == uninterrupted["weights_sha256"]
@@ -76,15 +76,17 @@ def test_weights_of_another_shape_are_new(tmp_path, tiny_run, capsys):
     run(
         FINETUNE,
         tmp_path / "run",
-        init_from=str(tiny_run[0]),
+        init_from=str(tiny_run.directory),
         dataset=dataset,
         batch_size=20,
         max_steps=1,
     )
 
-    assert lines_with(capsys.readouterr().out, tiny_run[0], "step 20", "dense.kernel, dense.bias")
+    assert lines_with(
+        capsys.readouterr().out, tiny_run.directory, "step 20", "dense.kernel, dense.bias"
+    )
 
-    averaged = values_of(find_checkpoint(tiny_run[0]), "ema")
+    averaged = values_of(find_checkpoint(tiny_run.directory), "ema")
     for owner in ("model", "ema", "lookahead"):
         values = values_of(checkpoint_path(tmp_path / "run", 0), owner)
         assert values.pop("dense.kernel").shape == (8, 3)
@@ -93,8 +95,10 @@ def test_weights_of_another_shape_are_new(tmp_path, tiny_run, capsys):
 
 
 def test_a_run_is_not_overwritten_if_the_other_run_is_refused(saved_run, tiny_run):
-    with pytest.raises(UsageError, match=f"init_from={tiny_run[0]} .*tiny"):
-        run(FINETUNE, saved_run, model="cifarnet", init_from=str(tiny_run[0]), overwrite=True)
+    with pytest.raises(UsageError, match=f"init_from={tiny_run.directory} .*tiny"):
+        run(
+            FINETUNE, saved_run, model="cifarnet", init_from=str(tiny_run.directory), overwrite=True
+        )
     assert len(list_checkpoints(saved_run)) == 3
     assert (saved_run / "result.json").exists()
 

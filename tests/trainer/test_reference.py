@@ -59,10 +59,10 @@ def test_the_tables_of_records_have_every_key_and_no_other(tiny_run):
 def test_a_tracker_gets_every_record(tiny_run, monkeypatch, library, log):
     tracker = MagicMock()
     monkeypatch.setitem(sys.modules, library, tracker)
-    steps = records_of(tiny_run[0], "train")
-    scores = records_of(tiny_run[0], "eval")
+    steps = records_of(tiny_run.directory, "train")
+    scores = records_of(tiny_run.directory, "eval")
     example = import_example(f"track_with_{library}").Tracker()
-    callbacks = Callbacks([example], load_run(tiny_run[0]))
+    callbacks = Callbacks([example], load_run(tiny_run.directory))
     with callbacks.until_end():
         callbacks.start()
         for record in steps:

@@ -31,7 +31,7 @@ from tests.helpers.short_runs import STEPS, TINY, records_of, run
 
 def test_records_of_steps(tiny_run):
     """Scalars are recorded ten times as often as diagnostics, and at least every step."""
-    train = records_of(tiny_run[0], "train")
+    train = records_of(tiny_run.directory, "train")
 
     assert [r["step"] for r in train] == list(range(1, 21))
     assert train[9]["epoch"] == 1.0
@@ -60,7 +60,7 @@ def test_a_speednet_learns_at_its_image_sizes(speednet_run):
 
 
 def test_environment_has_towers_versions_classes_and_digests(tiny_run):
-    environment = json.loads((tiny_run[0] / "environment.json").read_text())
+    environment = json.loads((tiny_run.directory / "environment.json").read_text())
 
     assert [(t["name"], t["device"]) for t in environment["towers"]] == [
         ("tower_0", "/CPU:0"),
@@ -73,7 +73,7 @@ def test_environment_has_towers_versions_classes_and_digests(tiny_run):
     assert environment["precision"] == "float32"
 
 
-def test_a_crop_is_the_image_size_that_is_recorded():
+def test_a_crop_is_the_image_size_of_every_step():
     assert make_image_size_fn(replace(TINY, crop=18), RunLength(10, 20, 20))(0) == 18
 
 
@@ -154,7 +154,9 @@ def test_rates_count_the_steps_that_finished(tmp_path):
 
 
 def test_a_profile_is_written(tiny_run):
-    assert len(list((tiny_run[0] / "train" / "plugins" / "profile").rglob("*.xplane.pb"))) == 1
+    assert (
+        len(list((tiny_run.directory / "train" / "plugins" / "profile").rglob("*.xplane.pb"))) == 1
+    )
 
 
 def test_synthetic_data_that_replace_cifar10_are_named_everywhere(

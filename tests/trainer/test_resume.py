@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cifar_towers.errors import Interrupted
-from cifar_towers.runs.checkpoint import find_checkpoint, read_checkpoint, step_of
+from cifar_towers.runs.checkpoint import find_checkpoint, read_checkpoint, step_of, write_checkpoint
 from scripts.compare import compare_runs
 from tests.helpers.messages import lines_with
 from tests.helpers.short_runs import (
@@ -100,9 +100,10 @@ def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(
     (line,) = lines_with(output, "resuming", f"step {saved}")
 
     assert "->" not in line  # nothing has changed
-    assert lines_with(output, f"mean of {10 - saved % 10} step")  # of the epoch
+    steps_left_in_epoch = 10 - saved % 10
+    assert lines_with(output, f"mean of {steps_left_in_epoch} step")
 
-    same, differences = compare_runs(tiny_run[0], tmp_path)
+    same, differences = compare_runs(tiny_run.directory, tmp_path)
     assert same, differences
     assert [record["step"] for record in records_of(tmp_path, "train")] == list(range(1, 21))
 
@@ -115,6 +116,17 @@ def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(
 
     # 7: the last step of the first part
     assert [step for step in of_towers if step != 7] == [5, 10, 15, 20]
+
+
+def test_seconds_of_earlier_starts_count(tmp_path):
+    run(TINY, tmp_path, max_steps=1)
+    checkpoint = find_checkpoint(tmp_path)
+    values, metadata = read_checkpoint(checkpoint)
+    metadata["seconds"]["start"] = 1000.0
+    write_checkpoint(checkpoint, values, metadata)
+
+    result = run(TINY, tmp_path, max_steps=2)
+    assert 1000 < result["seconds"]["start"] < 1100
 
 
 @pytest.mark.parametrize(
@@ -189,8 +201,8 @@ def test_a_speednet_goes_on_through_its_phases(tmp_path, speednet_run):
 )
 def test_the_same_weights_are_restored_on_other_devices(tmp_path, tiny_run, settings):
     """It goes on from its last step, so that nothing but the restoring decides."""
-    directory = stopped_after(20, tiny_run[0], tmp_path / "moved")
-    assert run(TINY, directory, **settings)["weights_sha256"] == tiny_run[1]["weights_sha256"]
+    directory = stopped_after(20, tiny_run.directory, tmp_path / "moved")
+    assert run(TINY, directory, **settings)["weights_sha256"] == tiny_run.result["weights_sha256"]
 
 
 @pytest.mark.slow
@@ -205,7 +217,7 @@ def test_a_run_goes_on_under_other_strategies(tmp_path, tiny_run, capsys):
     assert lines_with(capsys.readouterr().out, "step 8", "towers 4 -> 2")
 
     ours = records_of(tmp_path, "train")
-    uninterrupted = records_of(tiny_run[0], "train")
+    uninterrupted = records_of(tiny_run.directory, "train")
     for name in ("step", "learning_rate"):
         assert [record[name] for record in ours] == [record[name] for record in uninterrupted]
 

@@ -26,7 +26,7 @@ def test_tags_of_a_speednet(speednet_run):
 
 
 def test_each_tower_has_a_curve_of_its_own_and_a_box_in_the_graph(tiny_run):
-    train = events_of(tiny_run[0] / "train")
+    train = events_of(tiny_run.directory / "train")
     assert {"tower_0", "tower_1"} <= {node.name.split("/")[0] for node in train.Graph().node}
     for tower in ("tower_0", "tower_1"):
         cosines = tensors_of(train, f"{tower}/cosine")
@@ -52,7 +52,7 @@ def test_pictures_and_scores(tiny_run):
 
 
 def test_smoothed_losses_are_moving_averages_of_the_raw_ones(tiny_run):
-    train = events_of(tiny_run[0] / "train")
+    train = events_of(tiny_run.directory / "train")
     for term in ("cross_entropy", "total_loss"):
         raw = tensors_of(train, f"losses/{term} (raw)")
         averaged = tensors_of(train, f"losses/{term}")
@@ -74,7 +74,7 @@ PROXY = {"batch_size": 50, "hard_example_pool": 200}
 def test_towers_have_tags_of_their_own_if_there_are_several(tmp_path, tiny_run, settings, more):
     run(TINY, tmp_path, max_steps=2, **settings)
     one = set(events_of(tmp_path / "train").Tags()["tensors"])
-    two = set(events_of(tiny_run[0] / "train").Tags()["tensors"])
+    two = set(events_of(tiny_run.directory / "train").Tags()["tensors"])
 
     assert one == {tag for tag in two if not tag.startswith("tower_")} | more
-    assert {path.parent.name for path in tiny_run[0].glob("*/events.*")} == {"train", "eval"}
+    assert {path.parent.name for path in tiny_run.directory.glob("*/events.*")} == {"train", "eval"}

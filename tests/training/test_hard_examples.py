@@ -67,18 +67,21 @@ def test_training_uses_the_examples_with_the_highest_proxy_losses(
     )
 
 
-def losses(run, batch, parts):
+def losses(run, batch, num_parts):
     """Return the recipe's loss of each example by the state's net, whose batch norm sees one of so
     many parts.
     """
     images = build.make_augmentation(run.config, CIFAR10).augment(batch.images, batch.draws)
-    parts = [
-        run.state.model.stateless_call(*run.state.read_variables(), part, training=True)
-        for part in tf.split(images, parts)
-    ]
-    chances = tf.nn.log_softmax(tf.concat([logits for logits, _ in parts], 0)).numpy()
-    true = chances[np.arange(len(chances)), batch.labels]
-    return -0.8 * true - 0.2 * chances.mean(1)
+    variables = run.state.read_variables()
+    logits = []
+    for part in tf.split(images, num_parts):
+        logits_of_part, _ = run.state.model.stateless_call(*variables, part, training=True)
+        logits.append(logits_of_part)
+
+    log_probabilities = tf.nn.log_softmax(tf.concat(logits, 0)).numpy()
+    of_labels = log_probabilities[np.arange(len(log_probabilities)), batch.labels]
+    smoothing = run.config.label_smoothing
+    return -(1 - smoothing) * of_labels - smoothing * log_probabilities.mean(1)
 
 
 def test_nonfinite_proxy_is_reported_and_not_updated(towers, examples):

@@ -87,10 +87,12 @@ def test_skipped_steps_are_counted_in_all_and_in_a_row(towers):
     lines = [health.record(step) for step in steps]
 
     assert lines[0] == lines[2] == []
-    assert lines_with(*lines[1], "step 7 ", "1 in a row", "loss of tower_0")
-    assert lines_with(*lines[3], "step 9 ", "1 in a row")
-    assert "proxy" not in lines[3][0]
-    assert lines_with(*lines[4], "proxy's update of step 10 ", "1 in a row", "loss of tower_0")
+
+    (of_step_7,), (of_step_9,), (of_step_10,) = lines[1], lines[3], lines[4]
+    assert lines_with(of_step_7, "step 7 ", "1 in a row", "loss of tower_0")
+    assert lines_with(of_step_9, "step 9 ", "1 in a row")
+    assert "proxy" not in of_step_9
+    assert lines_with(of_step_10, "proxy's update of step 10 ", "1 in a row", "loss of tower_0")
     assert health.metadata() == {
         "skipped_steps": 2,
         "skipped_in_a_row": 0,

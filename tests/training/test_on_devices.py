@@ -70,8 +70,7 @@ def test_a_step_ran_where_the_policy_says(towers, examples, policy):
     updated = {short_device(variable.device) for variable in run.state.weights}
     statistics = {short_device(variable.device) for variable in run.state.non_trainable}
 
-    # the step counter and moving averages of the losses
-    assert assigned - updated - statistics <= {HOST}
+    assert assigned | {HOST} == updated | statistics | {HOST}  # the step counter is on the host
     if policy == "cpu":
         assert updated == {HOST}
     else:
