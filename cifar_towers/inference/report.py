@@ -120,13 +120,13 @@ def _result_row(run: Run, scores: Sequence[str]) -> Row:
     skipped_steps = result.get("skipped_steps", last.get("skipped_steps"))
     return row | {
         "images/s": format_rate(rate),
-        "training, s\nwith input and compilation": seconds,
+        "training, s,\nwith input and\ncompilation": seconds,
         "steps": steps,
         "seed": str(run.config.get("seed")),
         "towers": str(len(run.environment.get("towers", []))),
         "precision": run.environment.get("precision", "-"),
-        "skipped steps": format_number(skipped_steps, ",.0f"),
-        "weights\nsha256": result.get("weights_sha256", "-")[:16],
+        "skipped\nsteps": format_number(skipped_steps, ",.0f"),
+        "weights\nsha256": result.get("weights_sha256", "-")[:8],
     }
 
 
