@@ -9,11 +9,13 @@ Python does. This module does not import TensorFlow.
 import contextlib
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from cifar_towers.errors import UsageError
@@ -113,6 +115,15 @@ def find_source(setting: str, name: str) -> Path | None:
     return Path(spec.origin) if spec.has_location and spec.origin else None
 
 
+class _UncachedLoader(importlib.machinery.SourceFileLoader):
+    """Executes what a file contains now. Python's cached byte code may be of an earlier edit in the
+    same second.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def load_function(setting: str, name: str) -> Callable[..., Any]:
     """Import the function that a setting names. What its file or module raises is not caught.
 
@@ -126,7 +137,8 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
         _check_imported(f"{setting}={name}", path, source)
     if path and source.endswith(".py"):
         # files of one name are different modules
-        spec = importlib.util.spec_from_file_location(str(path), path)
+        loader = _UncachedLoader(str(path), str(path))
+        spec = importlib.util.spec_from_file_location(str(path), path, loader=loader)
         assert spec is not None  # as the file ends in .py
         assert spec.loader is not None
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)

@@ -1,6 +1,8 @@
 """Runs that cannot start or go on: the error names what is wrong and what to type."""
 
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,17 +21,25 @@ def test_images_that_do_not_reach_the_size_of_the_evaluation_are_refused(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_checkpoint_of_another_net_is_refused(tmp_path, caplog):
+def test_a_checkpoint_of_another_net_is_refused(tmp_path, caplog, monkeypatch):
     """The function has the same name, and makes another net than before. Code that may do so is
     named.
     """
-    file = Path(shutil.copy(NETS, tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # its cache must not be read
+    file = tmp_path / "nets.py"
+
+    def write(content):
+        """Write the file, as in an edit within the second."""
+        file.write_text(content)
+        os.utime(file, (1e9, 1e9))
+
+    write(NETS.read_text())
     run(TINY, tmp_path / "run", model=f"{file}:tiny", max_steps=1)
-    file.write_text(NETS.read_text().replace("Conv2D(8, 3", "Conv2D(4, 3"))
+    write(NETS.read_text().replace("Conv2D(8, 3", "Conv2D(4, 3"))
     with pytest.raises(UsageError, match="conv2d.kernel .* --train_dir"):
         run(TINY, tmp_path / "run", model=f"{file}:tiny", max_steps=2)
     for content, warns in ((NETS.read_text(), False), (NETS.read_text() + "# edited", True)):
-        file.write_text(content)
+        write(content)
         TrainedModel(TrainedRunConfig(train_dir=str(tmp_path / "run"), model=f"{file}:tiny"))
         assert ("other code" in caplog.text) == warns
 
