@@ -88,7 +88,9 @@ def test_skipped_steps_are_counted_in_all_and_in_a_row(towers):
 
     assert lines[0] == lines[2] == []
 
-    (of_step_7,), (of_step_9,), (of_step_10,) = lines[1], lines[3], lines[4]
+    (of_step_7,) = lines[1]
+    (of_step_9,) = lines[3]
+    (of_step_10,) = lines[4]
     assert lines_with(of_step_7, "step 7 ", "1 in a row", "loss of tower_0")
     assert lines_with(of_step_9, "step 9 ", "1 in a row")
     assert "proxy" not in of_step_9
