@@ -139,11 +139,10 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
         # files of one name are different modules
         loader = _UncachedLoader(str(path), str(path))
         spec = importlib.util.spec_from_file_location(str(path), path, loader=loader)
-        assert spec is not None  # as the file ends in .py
-        assert spec.loader is not None
+        assert spec is not None  # as there is a loader
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         with _searched_first(str(path.parent)):
-            spec.loader.exec_module(module)
+            loader.exec_module(module)
     else:
         with _searched_first(""):
             module = importlib.import_module(source)

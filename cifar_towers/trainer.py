@@ -419,19 +419,19 @@ class Training:
         """Check and log the steps whose metrics have arrived."""
         self.unlogged += finished
         while self.unlogged:
-            step = self.unlogged.pop(0)  # first, so that `save_after` does not count it again
-            skipped = self.health.record(step)
+            oldest = self.unlogged.pop(0)  # first, so that `save_after` does not count it again
+            skipped = self.health.record(oldest)
             if self.health.has_diverged:
                 raise DivergedError(f"{'; '.join(skipped)}; {self.describe_latest()}; {ADVICE}")
             for line in skipped:
                 self.log(line)
 
-            is_summarized = self.logger.is_summary_step(step.step)
-            diagnostics = self.diagnose(step) if is_summarized else None
+            is_summarized = self.logger.is_summary_step(oldest.step)
+            diagnostics = self.diagnose(oldest) if is_summarized else None
             with self.timer.phase("report"):
-                record = self.logger.log_step(step, diagnostics, self.health.skipped_steps)
+                record = self.logger.log_step(oldest, diagnostics, self.health.skipped_steps)
                 if record:
-                    self.callbacks.step(step.step, record)
+                    self.callbacks.step(oldest.step, record)
 
     def diagnose(self, finished: FinishedStep) -> StepDiagnostics:
         """Return the diagnostics of a step, with the gradient norms and cosines of all workers'
@@ -439,8 +439,8 @@ class Training:
         """
         with self.timer.phase("report" if self.diagnoser.is_compiled else "compile"):
             diagnostics = self.diagnoser.diagnose(finished)
-            norms = self.workers.gather(diagnostics.tower_gradient_norm)
-            cosines = self.workers.gather(diagnostics.tower_gradient_cosine)
+            of_worker = (diagnostics.tower_gradient_norm, diagnostics.tower_gradient_cosine)
+            norms, cosines = zip(*self.workers.gather(of_worker), strict=True)
         return diagnostics._replace(
             tower_gradient_norm=np.concatenate(norms), tower_gradient_cosine=np.concatenate(cosines)
         )

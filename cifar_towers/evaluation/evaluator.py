@@ -121,7 +121,7 @@ class Classifier:
         for start, batch in _even_batches(share, len(self._towers)):
             if self._on_progress:
                 self._on_progress(start / len(share))
-            batches.append(self._traced_batch(batch, weights, non_trainable, tta).numpy())
+            batches.append(self._traced_batch(batch, weights, non_trainable, tta))
 
         logits = np.concatenate(batches, 1)[:, : len(share)]
         if self._workers.size > 1:

@@ -75,7 +75,7 @@ def make_parallel_model(
 
 
 class TowerPass(NamedTuple):
-    """What the forward pass of one tower returns."""
+    """The result of the forward pass of one tower."""
 
     outputs: Any  # a structure of [B/K, ...]
     extras: dict[tuple[int, str], tf.Tensor]  # masks and logits, by output index and attribute

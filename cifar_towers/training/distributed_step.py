@@ -77,7 +77,7 @@ def make_multi_worker_strategy(
 
 
 class ReplicaResult(NamedTuple):
-    """What a replica knows after it met the others."""
+    """The values that a replica has after it met the others."""
 
     gradients: list[Gradient]  # N means over the replicas
     non_trainable: list[tf.Tensor | None]  # S means over the replicas; integers are its own

@@ -14,7 +14,7 @@ from cifar_towers.training.step import StepGradients, StepMetrics
 
 
 class StepInput(NamedTuple):
-    """What one step needs."""
+    """The input of one step."""
 
     step: int  # number of finished steps before it
     batch: Batch
