@@ -16,7 +16,7 @@ from cifar_towers.models.keras_models import first_call, variable_values
 from cifar_towers.towers import Tower
 from cifar_towers.training.hard_examples import PROXY
 from cifar_towers.training.runner import FinishedStep
-from cifar_towers.training.step import StepGradients, StepMetrics
+from cifar_towers.training.step import StepGradients, StepMetrics, augment_shard
 
 NUM_EXAMPLES = 64  # whose activations are measured
 NUM_IMAGES = 16  # of these, that are shown
@@ -71,7 +71,10 @@ class Diagnoser:
         pairs = zip(variables, finished.gradients.mean, strict=True)
         norms, cosines = tower_agreement(finished.gradients)
         shard = self._final_shard(finished)
-        images = self._augmented(shard, finished.image_size)[:NUM_EXAMPLES]
+        with tf.device(self.towers[-1].device):
+            # the whole shard, as a user's function may mix its images
+            augmented = augment_shard(self.augmentation, shard, finished.image_size)
+        images = augmented.images[:NUM_EXAMPLES]
         activations = self._activations_of(images)
         return StepDiagnostics(
             images=_as_float32(images[:NUM_IMAGES]),
@@ -88,14 +91,6 @@ class Diagnoser:
         count = len(self.towers)
         start = len(finished.batch.labels) * (count - 1) // count
         return tf.nest.map_structure(lambda tensor: tensor[start:], finished.batch)
-
-    def _augmented(self, shard: Batch, image_size: int) -> tf.Tensor:
-        """Return the augmented images of a whole shard, as a user's function may mix them."""
-        with tf.device(self.towers[-1].device):
-            images, _ = self.augmentation.augment_with_labels(
-                shard.images, shard.labels, shard.draws, image_size
-            )
-        return images
 
     def _activations_of(self, images: tf.Tensor) -> dict[str, np.ndarray]:
         """Return the outputs of the measured layers by name."""
