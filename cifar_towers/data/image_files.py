@@ -68,11 +68,13 @@ def read(path: Path, image_size: int) -> np.ndarray:
 
 
 def resize_all(images: np.ndarray, image_size: int) -> np.ndarray:
-    """Resize each image as `to_levels` does: [n, H, W, 3] uint8 -> [n, image_size, image_size,
-    3].
+    """Resize each image as `to_levels` does: [n, H, W, C] -> [n, image_size, image_size, 3] uint8.
+    Of 1, 3 or 4 channels, a single one is grey, and the fourth is opacity.
     """
-    if images.shape[1:3] == (image_size, image_size):
+    if images.dtype == np.uint8 and images.shape[1:] == (image_size, image_size, 3):
         return images
+    if images.shape[-1] == 1:
+        images = images.squeeze(-1)
     return np.stack([to_levels(Image.fromarray(image), image_size) for image in images])
 
 

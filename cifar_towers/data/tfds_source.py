@@ -9,8 +9,6 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
-from PIL import Image
-
 from cifar_towers.data import image_files
 from cifar_towers.data.dataset import CLASSES, DatasetInfo, Split, fifth_of_each_class, moments
 from cifar_towers.errors import DataError, error_line
@@ -20,6 +18,7 @@ log = logging.getLogger(__name__)
 Builder: TypeAlias = Any  # tfds.core.DatasetBuilder; importing TFDS takes seconds
 # builders that number CIFAR-10's classes and do not name them
 UNNAMED = ("cifar10_1", "cifar10_corrupted")
+BATCH_SIZE = 100  # in which images are decoded, on all cores
 
 
 def tfds_directory(data_dir: str = "") -> Path:
@@ -133,16 +132,21 @@ def hold_out(train: Split) -> tuple[Split, Split]:
 def _read(builder: Builder, split: str, image: str, label: str, image_size: int) -> Split:
     """Return a split of a prepared data set, in the order in which it is stored."""
     tfds = import_tfds()
-    config = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
+    # images of several sizes do not fit into one batch
+    has_one_size = None not in builder.info.features[image].shape
+    dataset = builder.as_dataset(
+        split=split,
+        shuffle_files=False,
+        read_config=tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False),
+        batch_size=BATCH_SIZE if has_one_size else 1,
+    )
     images = []
     labels = []
-    for example in tfds.as_numpy(
-        builder.as_dataset(split=split, shuffle_files=False, read_config=config)
-    ):
-        levels = example[image]
-        picture = Image.fromarray(levels.squeeze(-1) if levels.shape[-1] == 1 else levels)
-        images.append(image_files.to_levels(picture, image_size))
-        labels.append(example[label])
-    if min(labels, default=0) < 0:
-        raise DataError(f"{split} has examples without a label, {min(labels)}")
-    return Split(np.stack(images), np.array(labels, np.int64))
+    for batch in tfds.as_numpy(dataset):
+        images.append(image_files.resize_all(batch[image], image_size))
+        labels.append(batch[label])
+
+    all_labels = np.concatenate(labels).astype(np.int64)
+    if all_labels.min() < 0:
+        raise DataError(f"{split} has examples without a label, {all_labels.min()}")
+    return Split(np.concatenate(images), all_labels)
