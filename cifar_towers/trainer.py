@@ -241,7 +241,7 @@ class Training:
         return Evaluator(
             classifier,
             {"validation": dataset.validation, "test": dataset.test},
-            self.state.evaluation_weights(),
+            self.state.evaluated_weights(),
             self.config.evaluate_every_steps(self.length),
             self.length.last,
             self.config.tta,

@@ -226,10 +226,8 @@ def runs(config: programs.RunsConfig) -> None:
       cifar-towers runs                 all below runs/, a line each
       cifar-towers runs 'speed94*'      some of them
 
-    Accuracies are those of the averaged weights if a run keeps an average, otherwise of the raw
-    weights. Runs that differ only in the seed are a group: below the table are the mean of its
-    accuracies, their standard deviation and number. If there are two groups, their difference
-    follows.
+    Runs that differ only in the seed are a group: below the table are the mean of its accuracies,
+    their standard deviation and number. If there are two groups, their difference follows.
     """
     from cifar_towers.runs import table
 

@@ -26,15 +26,13 @@ Values = Sequence[Any]  # of variables: tensors, arrays or the variables
 class Evaluator:
     """The evaluations of one run: when, on which splits, with which weights.
 
-    Before the end of the run, the first split is scored with the weights that the run reports,
-    without test-time augmentation (TTA). At the end every split is scored with all sets of weights.
-    With `tta`, the same pass gives a second score of the reported set, with TTA.
+    Before the end of the run the first split is scored, at the end every split. With `tta`, the
+    pass at the end gives a second score, with test-time augmentation (TTA).
     """
 
     classifier: "Classifier"
     splits: Mapping[str, Split]  # in the order of the reports
-    # name -> (weights, non-trainable values); the run reports the last
-    weight_sets: Mapping[str, tuple]
+    weights: tuple[str, Values, Values]  # name, weights and non-trainable values
     every_steps: int  # steps between evaluations before the end; 0: only at the end
     last_step: int
     tta: bool = False  # whether the evaluation at the end is also made with TTA
@@ -47,24 +45,21 @@ class Evaluator:
         return bool(self.every_steps) and step % self.every_steps == 0 and 0 < step < self.last_step
 
     def run(self, final: bool = False) -> list[Evaluation]:
-        """Score the first split, or all splits and sets of weights if `final`."""
+        """Score the first split, or all splits if `final`."""
+        name, weights, non_trainable = self.weights
         splits = list(self.splits.items())
-        weight_sets = list(self.weight_sets.items())
-        reported_set, _ = weight_sets[-1]
         if not final:
             splits = splits[:1]
-            weight_sets = weight_sets[-1:]
+        tta = final and self.tta
 
         evaluations = []
-        for name, split in splits:
-            for set_name, (weights, non_trainable) in weight_sets:
-                tta = final and self.tta and set_name == reported_set
-                logits = self.classifier.logits(split.images, weights, non_trainable, tta)
-                score = Score(split.labels, logits.plain)
-                evaluations.append(Evaluation(name, set_name, False, score))
-                if tta:
-                    score = Score(split.labels, logits.tta)
-                    evaluations.append(Evaluation(name, set_name, True, score))
+        for split_name, split in splits:
+            logits = self.classifier.logits(split.images, weights, non_trainable, tta)
+            score = Score(split.labels, logits.plain)
+            evaluations.append(Evaluation(split_name, name, False, score))
+            if tta:
+                score = Score(split.labels, logits.tta)
+                evaluations.append(Evaluation(split_name, name, True, score))
         return evaluations
 
 

@@ -113,20 +113,16 @@ def reported_score(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | 
     """Return the record that a run reports, of one evaluation's records as in result.json; None if
     there are none.
 
-    The test set comes before the validation set, averaged weights come before raw ones, and
-    test-time augmentation comes before none. The accuracy has no influence on the choice.
+    The test set comes before the validation set, and test-time augmentation comes before none. The
+    accuracy has no influence on the choice.
     """
-    return max(
-        records, key=lambda r: (r["split"] == "test", r["weights"] == "ema", r["tta"]), default=None
-    )
+    return max(records, key=lambda r: (r["split"] == "test", r["tta"]), default=None)
 
 
 def score_name(record: Mapping[str, Any]) -> str:
-    """Return the name of a score in tables, files and tags: split, weights and TTA, e.g.
-    `test/ema_tta`.
-    """
+    """Return the name of a score in tables, files and tags: its split and TTA, e.g. `test_tta`."""
     suffix = "_tta" if record["tta"] else ""
-    return f"{record['split']}/{record['weights']}{suffix}"
+    return f"{record['split']}{suffix}"
 
 
 def describe_tta(tta: bool) -> str:

@@ -131,7 +131,7 @@ class Run:
 
     @property
     def scores(self) -> dict[str, dict[str, Any]]:
-        """The records of the newest evaluation by name, e.g. `test/raw_tta`."""
+        """The records of the newest evaluation by name, e.g. `test_tta`."""
         from cifar_towers.evaluation.score import score_name
 
         if self.result:

@@ -31,8 +31,7 @@ COLUMNS = (
     "images_per_sec",
     "minutes",
 )
-NOTE = """accuracy: of averaged weights if a run keeps an average
-tta_accuracy: with test-time augmentation
+NOTE = """accuracy, tta_accuracy: without and with test-time augmentation
 minutes: with start, compilation and evaluation; what a kill lost is not counted"""
 
 
@@ -94,9 +93,9 @@ def describe(run: Run) -> dict[str, Any]:
     result = run.result or {}
     scores = run.scores
     reported = run.reported_score or {}
-    accuracies = {}  # of the reported weights, by whether with TTA
+    accuracies = {}  # on the reported split, by whether with TTA
     for score in scores.values():
-        if (score["split"], score["weights"]) == (reported["split"], reported["weights"]):
+        if score["split"] == reported["split"]:
             accuracies[score["tta"]] = score["accuracy"]
     rates = [record["images_per_sec"] for record in run.history if record.get("images_per_sec")]
     return {
@@ -120,7 +119,7 @@ def describe(run: Run) -> dict[str, Any]:
 def shared_score(runs: Sequence[Run]) -> str:
     """Return the name of a test score that all runs have, or an empty string.
 
-    The score is of averaged weights and with TTA, if possible.
+    The score is with TTA, if possible.
     """
     names = set.intersection(*(set(run.scores) for run in runs))
     shared = [score for name, score in runs[0].scores.items() if name in names]
@@ -158,7 +157,7 @@ class Group(NamedTuple):
 
     @property
     def means(self) -> dict[str, "Sample"]:
-        """The statistics of the finished runs' accuracies, by name of the score (`test/ema`)."""
+        """The statistics of the finished runs' accuracies, by name of the score (`test`)."""
         accuracies: dict[str, list[float]] = {}
         for run in self.finished:
             for name, score in run.scores.items():
@@ -236,7 +235,7 @@ def summarize_groups(runs: Sequence[Run]) -> list[str]:
     """Return a line with the mean accuracies of each group of two or more finished runs. If there
     are two such groups, a line with their difference follows.
 
-    For example `plain: test/raw 93.90 ± 0.11 % (n=3), test/raw_tta 94.08 ± 0.15 % (n=3)`.
+    For example `plain: test 93.90 ± 0.11 % (n=3), test_tta 94.08 ± 0.15 % (n=3)`.
     """
     groups = [group for group in group_by_recipe(runs) if len(group.finished) > 1]
 
@@ -253,7 +252,7 @@ def compare_groups(groups: Sequence[Group]) -> list[str]:
     """Return a line for every two groups with two finished runs each: the difference of their mean
     accuracies.
 
-    For example `one - other: +4.40 points (Welch, 95 % -4.05 to +12.85), n=2 and 2; test/ema`. The
+    For example `one - other: +4.40 points (Welch, 95 % -4.05 to +12.85), n=2 and 2; test`. The
     line names the score. Groups of other lengths or on other data are not subtracted; the line
     says so.
     """

@@ -158,16 +158,15 @@ class TrainState:
 
     # What evaluations and checkpoints need
 
-    def evaluation_weights(self) -> dict[str, tuple[list, list]]:
-        """Return (weights, non-trainable values) to evaluate, by name: `raw`, and then `ema` if an
-        average is kept.
+    def evaluated_weights(self) -> tuple[str, list, list]:
+        """Return what evaluations use: `ema` and the averages, if they are kept, or else `raw`,
+        the weights, and the non-trainable values.
         """
-        sets = {"raw": (self.weights, self.non_trainable)}
         averages = self.ema.averages
-        if averages:
-            num_weights = len(self.weights)
-            sets["ema"] = averages[:num_weights], averages[num_weights:]
-        return sets
+        if not averages:
+            return "raw", self.weights, self.non_trainable
+        num_weights = len(self.weights)
+        return "ema", averages[:num_weights], averages[num_weights:]
 
     def named_variables(self) -> dict[str, tf.Variable]:
         """Return every variable by its name in checkpoints, which does not depend on towers or

@@ -15,10 +15,10 @@ LAST_STEP = 30
 NUM_DIAGNOSTICS = 6
 NUM_EVALUATIONS = 2
 
-FINAL = "test/ema_tta"  # only in the last evaluation
+FINAL = "test_tta"  # only in the last evaluation
 TRAIN = "small/train"
 EVAL = "small/eval"
-FIRST_SCREEN = {"accuracy": TRAIN, "accuracy/test/ema": EVAL}  # the first cards of TIME SERIES
+FIRST_SCREEN = {"accuracy": TRAIN, "accuracy/test": EVAL}  # the first cards of TIME SERIES
 SCALARS = {  # tag: minimum number of points
     "loss": LAST_STEP,
     "accuracy": LAST_STEP,
@@ -30,7 +30,7 @@ SCALARS = {  # tag: minimum number of points
     "speed/images_per_sec": LAST_STEP - 5,
     "tower_0/loss": NUM_DIAGNOSTICS,
     "tower_1/cosine": NUM_DIAGNOSTICS,
-    "accuracy/test/ema": NUM_EVALUATIONS,
+    "accuracy/test": NUM_EVALUATIONS,
     f"accuracy/{FINAL}": 1,
 }
 IMAGES = {"confusion/test": EVAL, "mistakes/test": EVAL, "input/augmented": TRAIN}
@@ -51,7 +51,7 @@ ARROWS = (
 )
 LAYERS = ("group1_conv1", "group3_conv2")  # inside a tower
 # of HPARAMS: settings and a score
-COLUMNS = ("model", "batch_size", "learning_rate", "accuracy/test/ema_tta")
+COLUMNS = ("model", "batch_size", "learning_rate", "accuracy/test_tta")
 
 
 def test_time_series(show, expect):

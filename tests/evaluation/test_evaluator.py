@@ -23,7 +23,7 @@ def reader():
 
 def make_evaluator(every_steps, validation=0, tta=False):
     """Return an evaluator until step 10, and a list of the calls of its classifier, whose logits
-    are 1 and 2 for raw and averaged weights, and ten times as large with TTA.
+    are the first weight, and ten times as large with TTA.
     """
     calls = []
 
@@ -32,7 +32,7 @@ def make_evaluator(every_steps, validation=0, tta=False):
         plain = np.full([len(images), 3], weights[0])
         return Logits(plain, 10 * plain)
 
-    values = {"raw": ([1.0], ["raw statistics"]), "ema": ([2.0], ["averages"])}
+    weights = "ema", [2.0], ["averages"]
     counts = {"validation": validation, "test": 7}
     splits = {
         name: Split(np.zeros((n, 4, 4, 3), np.uint8), np.zeros(n, np.int64))
@@ -40,7 +40,7 @@ def make_evaluator(every_steps, validation=0, tta=False):
     }
     classifier = SimpleNamespace(logits=logits)
     return evaluator.Evaluator(
-        classifier, splits, values, every_steps, last_step=10, tta=tta
+        classifier, splits, weights, every_steps, last_step=10, tta=tta
     ), calls
 
 
@@ -54,7 +54,7 @@ def test_evaluations_are_due_every_so_many_steps_before_the_last(every_steps, ex
 
 
 @pytest.mark.parametrize(("validation", "first"), [(0, "test"), (5, "validation")])
-def test_averaged_weights_are_scored_before_the_end_and_raw_ones_once_at_the_end(validation, first):
+def test_the_first_split_is_scored_before_the_end_and_all_of_them_at_the_end(validation, first):
     evaluations, calls = make_evaluator(3, validation, tta=True)
     found = evaluations.run()
 
@@ -64,11 +64,7 @@ def test_averaged_weights_are_scored_before_the_end_and_raw_ones_once_at_the_end
     found = evaluations.run(final=True)
     expected = []
     for split in dict.fromkeys((first, "test")):
-        expected += [
-            (split, "raw", False, 1),
-            (split, "ema", False, 2),
-            (split, "ema", True, 20),
-        ]
+        expected += [(split, "ema", False, 2), (split, "ema", True, 20)]
 
     assert [(e.split, e.weights, e.tta, e.score.logits[0, 0]) for e in found] == expected
 

@@ -77,14 +77,11 @@ def test_wilson_interval():
 @pytest.mark.parametrize(
     "kinds",  # the one to report first
     [
-        [("test", "ema", False, 0.93), ("test", "raw", False, 0.99)],
-        [("test", "ema", True, 0.91), ("test", "raw", True, 0.95), ("test", "ema", False, 0.93)],
-        [("test", "raw", False, 0.99), ("validation", "ema", True, 0.99)],
+        [("test", True, 0.91), ("test", False, 0.93)],
+        [("test", False, 0.93), ("validation", False, 0.99), ("validation", True, 0.99)],
     ],
 )
 def test_reported_score_is_chosen_without_looking_at_the_accuracy(kinds):
-    scores = [
-        dict(zip(("split", "weights", "tta", "accuracy"), kind, strict=True)) for kind in kinds
-    ]
+    scores = [dict(zip(("split", "tta", "accuracy"), kind, strict=True)) for kind in kinds]
     assert reported_score(scores) == reported_score(scores[::-1]) == scores[0]
     assert reported_score([]) is None

@@ -2,7 +2,6 @@
 tables of runs.
 """
 
-import itertools
 import json
 
 import numpy as np
@@ -38,10 +37,9 @@ def make_run(
         records.append(_train_record(step, final))
         is_last = finished and step == last_step
         if step % 2 == 0 or is_last:
-            all_weights = ["raw", "ema"] if ema else ["raw"]
+            weights = "ema" if ema else "raw"
             with_tta = [False, True] if is_last else [False]
-            kinds = itertools.product(all_weights, with_tta)
-            evaluations = [_evaluation(step, weights, tta, final) for weights, tta in kinds]
+            evaluations = [_evaluation(step, weights, tta, final) for tta in with_tta]
             common = {"kind": "eval", "step": step, "epoch": step, "training_seconds": 60 * step}
             records += [common | evaluation for evaluation in evaluations]
 

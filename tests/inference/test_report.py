@@ -25,8 +25,8 @@ from tests.helpers.example_runs import (
 from tests.helpers.programs import call
 
 HOSTILE = "<script>alert('1')</script><img src=http://evil.example/x.png onerror=\"x()\">&amp;\"'\n"
-RAW = "accuracy, %\ntest/raw"
-TTA = "accuracy, %\ntest/raw_tta"
+RAW = "accuracy, %\ntest"
+TTA = "accuracy, %\ntest_tta"
 REPORTED = "accuracy, %\nas reported"
 
 
@@ -147,7 +147,7 @@ def test_mean_is_over_finished_runs(tmp_path, undrawn):
         make_run(tmp_path / "s1", seed=1, finished=False, last_step=7),
     ]
     page = render(*runs)
-    mean = page.results("speed94\nseeds 0, 1", table=1)["accuracy\ntest/raw"]
+    mean = page.results("speed94\nseeds 0, 1", table=1)["accuracy\ntest"]
 
     assert mean == f"{accuracies(runs[:1], False)[0]:.2f} % (n=1)"
 
@@ -158,7 +158,7 @@ def test_mean_is_over_finished_runs(tmp_path, undrawn):
     assert unfinished[TTA] == "-"
     assert newest["step"] == 6
     assert unfinished[RAW].startswith(f"{100 * newest['accuracy']:.2f}\n")
-    assert unfinished[REPORTED].endswith("test/raw at step 6")
+    assert unfinished[REPORTED].endswith("test at step 6")
     assert "at step" not in page.results("s0")[REPORTED]
 
     change(runs[0], "result.json", step=4)  # continued after its result
@@ -184,7 +184,7 @@ def test_missing_files_and_records_are_left_out(tmp_path, undrawn, missing):
 
     complete = render(other)
     page = render(run)
-    parts = {"mistakes.png": "mistakes", "train": "training loss", "eval": "test/raw accuracy"}
+    parts = {"mistakes.png": "mistakes", "train": "training loss", "eval": "test accuracy"}
     for part in parts.values():
         assert any(part in image["alt"] for image in complete.images), part
         is_drawn = any(part in image["alt"] for image in page.images)

@@ -43,15 +43,13 @@ def logger_of(directory, num_classes=3, num_images=50, steps=1, **settings):
     return RunLogger(setup, directory, keras.Sequential([keras.Input([2])]), PhaseTimer()), split
 
 
-def evaluate(split, *kinds):
-    """Return evaluations of a net that is wrong about every 7th image; one per kind (weights,
-    tta).
-    """
+def evaluate(split, *tta):
+    """Return evaluations of a net that is wrong about every 7th image; one for each `tta`."""
     classes = len(split.info.class_names)
     is_wrong = np.arange(len(split.labels)) % 7 == 0
     predicted = np.where(is_wrong, split.labels + 1, split.labels) % classes
     logits = 3.0 * np.eye(classes)[predicted]
-    return [Evaluation("test", weights, tta, Score(split.labels, logits)) for weights, tta in kinds]
+    return [Evaluation("test", "ema", with_tta, Score(split.labels, logits)) for with_tta in tta]
 
 
 def test_an_evaluation_leaves_pictures_of_the_score_that_the_run_reports(tmp_path, monkeypatch):
@@ -59,31 +57,30 @@ def test_an_evaluation_leaves_pictures_of_the_score_that_the_run_reports(tmp_pat
     draw = Mock(wraps=figures.image_grid)
     monkeypatch.setattr(figures, "image_grid", draw)
     logger, split = logger_of(tmp_path)
-    evaluations = evaluate(split, ("ema", True), ("ema", False), ("raw", False))
+    evaluations = evaluate(split, True, False)
     records = logger.log_evaluation(1, evaluations, {"test": split}, final=True)
 
-    kinds = [(record["weights"], record["tta"]) for record in records]
-    assert kinds == [("ema", True), ("ema", False), ("raw", False)]
+    assert [record["tta"] for record in records] == [True, False]
 
     images, captions, title = draw.call_args.args
     indices = [int(caption.rpartition("\nimage ")[2]) for caption in captions]
 
-    assert "test/ema_tta" in title
+    assert "test_tta" in title
     assert sorted(indices) == list(range(0, 50, 7))
     assert (images == split.images[indices]).all()
 
     for name in ("mistakes.png", "confusion.png"):
         assert min(Image.open(tmp_path / name).size) > 100
     tags = {"mistakes/test", "confusion/test"}
-    for weights in ("raw", "ema", "ema_tta"):
-        tags |= {f"accuracy/test/{weights}", f"loss/test/{weights}", f"ece/test/{weights}"}
+    for score in ("test", "test_tta"):
+        tags |= {f"accuracy/{score}", f"loss/{score}", f"ece/{score}"}
 
     assert set(events_of(tmp_path / "eval").Tags()["tensors"]) == tags
 
 
 def test_31_classes_have_mistakes_but_no_confusion_matrix(tmp_path):
     logger, split = logger_of(tmp_path, 31, 62)
-    evaluations = evaluate(split, ("raw", False))
+    evaluations = evaluate(split, False)
     (record,) = logger.log_evaluation(1, evaluations, {"test": split}, final=True)
     assert "confusion" not in record
     assert (tmp_path / "mistakes.png").exists()
@@ -92,7 +89,7 @@ def test_31_classes_have_mistakes_but_no_confusion_matrix(tmp_path):
 
 def test_the_result_ends_with_the_score_that_the_run_reports(tmp_path, capsys):
     logger, split = logger_of(tmp_path)
-    evaluations = evaluate(split, ("ema", True), ("raw", True))
+    evaluations = evaluate(split, True, False)
     records = logger.log_evaluation(1, evaluations, {"test": split}, final=False)
     records[1]["accuracy"] = 1.0
     result = {
@@ -106,7 +103,7 @@ def test_the_result_ends_with_the_score_that_the_run_reports(tmp_path, capsys):
     last = output.splitlines()[-1]
 
     assert lines_with(last, "result: mine test", "84.00 %", "ema", "with TTA", "50 ")
-    assert lines_with(output, "100.00 %", "raw")
+    assert lines_with(output, "100.00 %", "without TTA")
     assert lines_with(output, "0:01:15")
 
 

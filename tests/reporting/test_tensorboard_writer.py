@@ -40,7 +40,7 @@ def test_a_run_has_its_settings_beside_its_result(tmp_path):
     TensorBoardWriter(tmp_path / "done").start(SETTINGS | {"lr": 0.5})
     writer = TensorBoardWriter(tmp_path / "done")
     writer.start(SETTINGS)
-    writer.write("eval", 9, {"accuracy/test/ema": 0.75})
+    writer.write("eval", 9, {"accuracy/test": 0.75})
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
     provider = MultiplexerDataProvider(multiplexer, str(tmp_path))
     context = backend_context.Context(TBContext(logdir=str(tmp_path), data_provider=provider))
@@ -53,7 +53,7 @@ def test_a_run_has_its_settings_beside_its_result(tmp_path):
 
     assert shown.name == "done/eval"
     assert [(metric.name.tag, metric.value) for metric in shown.metric_values] == [
-        ("accuracy/test/ema", 0.75)
+        ("accuracy/test", 0.75)
     ]
     assert shown.hparams.keys() == SETTINGS.keys()
     assert shown.hparams["recipe"].string_value == "speed94"

@@ -68,8 +68,8 @@ def test_equal_runs_are_the_same_nan_included(compare):
         # no texts
         ({"records": {("train", 9): 2.0, ("train", 11): 2.0}}, ["losses", "step 9", "step 8"]),
         ({"biases": (1.0, 0.5, -0.0)}, ["weights", "step-3.npz", "1 of 3", "bias"]),
-        ({"last_step": 10}, ["only in one", "eval 10 test/raw_tta", "eval 11 test/raw"]),
-        ({"records": {("eval", 11): 2.5}}, ["evaluations", "step 11", "test/raw", "and 2.5"]),
+        ({"last_step": 10}, ["only in one", "eval 10 test_tta", "eval 11 test"]),
+        ({"records": {("eval", 11): 2.5}}, ["evaluations", "step 11", "test", "and 2.5"]),
         ({"moving_mean": np.zeros(())}, ["weights", "step-1.npz", "moving_mean"]),
         ({"scale": np.array([0, 0])}, ["weights", "step-1.npz", "scale"]),
         ({"scale": np.zeros((1, 2), "f4")}, ["weights", "step-1.npz", "scale"]),

@@ -46,7 +46,7 @@ def test_records_of_evaluations_are_those_of_the_result(tiny_run):
     directory, result, _ = tiny_run
     final = [r for r in records_of(directory, "eval") if r["step"] == STEPS]
     assert [(r["split"], r["weights"], r["tta"], r["count"]) for r in final] == [
-        ("test", *kind, 500) for kind in (("raw", False), ("ema", False), ("ema", True))
+        ("test", "ema", tta, 500) for tta in (False, True)
     ]
     assert np.sum(final[0]["confusion"]) == 500
     assert [r["accuracy"] for r in final] == [r["accuracy"] for r in result["evaluations"]]
@@ -110,30 +110,23 @@ def test_target_accuracy_ends_a_run(tmp_path):
     assert result["step"] == 2
     assert run(config, tmp_path) == result  # the target stays reached
     assert result["reached"] == result["evaluations"][-1]["accuracy"]
-    assert [(r["step"], r["weights"]) for r in records_of(tmp_path, "eval")] == [
-        (2, "raw"),
-        (2, "ema"),
-    ]
+    assert [(r["step"], r["weights"]) for r in records_of(tmp_path, "eval")] == [(2, "ema")]
 
 
-def test_the_target_is_for_the_weights_that_the_run_reports(tmp_path, monkeypatch):
-    """Raw weights, the test split and augmented views are better here, and do not count."""
+def test_the_target_is_for_the_first_split_without_tta(tmp_path, monkeypatch):
+    """The test split and augmented views are better here, and do not count."""
 
     def score(percent):
         return Score(np.zeros(100, np.int64), np.eye(10)[(np.arange(100) >= percent).astype(int)])
 
-    percents = iter([95, 93, 96, 97, 97, 97])
+    percents = iter([93, 96, 97, 97])
     monkeypatch.setattr(evaluator, "Score", lambda labels, logits: score(next(percents)))
     settings = {"max_steps": 1, "validation_examples": 500, "tta": True}
     result = run(TINY, tmp_path, target_accuracy=0.94, **settings)
     kinds = [(each["split"], each["weights"], each["tta"]) for each in result["evaluations"]]
 
-    assert kinds[:3] == [
-        ("validation", "raw", False),
-        ("validation", "ema", False),
-        ("validation", "ema", True),
-    ]
-    assert {split for split, *_ in kinds[3:]} == {"test"}
+    assert kinds[:2] == [("validation", "ema", False), ("validation", "ema", True)]
+    assert {split for split, *_ in kinds[2:]} == {"test"}
     assert result["reached"] is None
 
 
@@ -220,7 +213,7 @@ def test_seeds_are_summarized_without_those_that_diverge(tmp_path, monkeypatch, 
         train_seeds(replace(TINY, train_dir=str(tmp_path / "plain"), seeds="0,1,2,3"))
     find.assert_called_once()
     read.assert_called_once()
-    line = "plain: test/ema 94.00 ± 2.00 % (n=3)\n"
+    line = "plain: test 94.00 ± 2.00 % (n=3)\n"
 
     assert capsys.readouterr().out == line
 

@@ -107,9 +107,8 @@ def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(
     assert same, differences
     assert [record["step"] for record in records_of(tmp_path, "train")] == list(range(1, 21))
 
-    evaluations = [(record["step"], record["weights"]) for record in records_of(tmp_path, "eval")]
-    assert evaluations[-3:] == [(10, "ema"), (20, "raw"), (20, "ema")]
-    assert len(evaluations) == len(set(evaluations))
+    evaluations = [(record["step"], record["tta"]) for record in records_of(tmp_path, "eval")]
+    assert evaluations == [(10, False), (20, False), (20, True)]
     assert list(tensors_of(events_of(tmp_path / "train"), "loss")) == list(range(1, 21))
 
     of_towers = tensors_of(events_of(tmp_path / "train"), "tower_1/loss")

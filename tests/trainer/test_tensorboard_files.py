@@ -45,7 +45,7 @@ def test_pictures_and_scores(tiny_run):
     ):
         width, height, png = tensors_of(events, tag)[20]
         assert tf.io.decode_png(png).shape == (int(height), int(width), 3)
-    shown = tensors_of(evaluated, "accuracy/test/ema_tta")
+    shown = tensors_of(evaluated, "accuracy/test_tta")
 
     assert shown[20] == pytest.approx(result["evaluations"][-1]["accuracy"])
     assert tensors_of(evaluated, "final/training_seconds")[20] > 0
