@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,27 @@ def choose_precision(setting: str, device: str, trained_in: str = "") -> str:
 
 
 @contextlib.contextmanager
+def _stderr_held_back() -> Iterator[None]:
+    """Drop what is written to the process's standard error inside, by any library, unless it ends
+    with an error.
+
+    TensorFlow's libraries write lines there before they read their log level.
+    """
+    with tempfile.TemporaryFile() as held_back:
+        stderr = os.dup(2)
+        os.dup2(held_back.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            held_back.seek(0)
+            os.write(stderr, held_back.read())
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+
+
+@contextlib.contextmanager
 def tensorflow_imported() -> Iterator[None]:
     """Import TensorFlow, which takes seconds, with the settings of Keras that towers need; restore
     these at the end.
@@ -140,8 +162,10 @@ def tensorflow_imported() -> Iterator[None]:
     is_terminal = sys.stderr.isatty()
     if is_terminal:
         print("importing TensorFlow ...", end="\r", file=sys.stderr, flush=True)
-    import keras
-    import tensorflow as tf
+    is_quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "3"  # the package's own setting
+    with _stderr_held_back() if is_quiet else contextlib.nullcontext():
+        import keras
+        import tensorflow as tf
 
     if is_terminal:
         print("\033[K", end="", file=sys.stderr, flush=True)

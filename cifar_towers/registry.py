@@ -20,8 +20,7 @@ from typing import Any
 
 from cifar_towers.errors import UsageError
 
-# Speednets are built for no image size, with whitening filters, and their variables have roles by
-# the layers' names.
+# Speednets are built for no image size, with whitening filters.
 SPEEDNETS = ("speednet93", "speednet94", "speednet95", "speednet96", "speednet_proxy")
 MODELS = ("cifarnet", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110", *SPEEDNETS)
 # `training.optimizers.make_optimizer` has the update rules of each

@@ -355,9 +355,7 @@ class Training:
         return finished
 
     def trace_and_run(self, inputs: StepInput) -> list[FinishedStep]:
-        """Trace a step of a new image size or with other active parameter groups, and wait for
-        it.
-        """
+        """Trace a step of a new image size, and wait for it."""
         with self.timer.phase("compile"):
             self.trace(inputs)
             finished = self.start(inputs)

@@ -243,7 +243,7 @@ def short_training(config: TrainConfig, on_gpus: bool) -> list[str]:
     """Return flags that shorten a training to a few steps, such as it has most of the time, without
     summaries and without evaluations before the end.
 
-    Images have their full size and the whitening's bias is frozen.
+    Images have their full size.
     """
     windows = GPU_WINDOWS if on_gpus else CPU_WINDOWS
     steps = WARM_UP_STEPS + WINDOW_STEPS * windows
@@ -251,7 +251,6 @@ def short_training(config: TrainConfig, on_gpus: bool) -> list[str]:
         f"--max_steps={steps}",
         f"--epochs={max(config.epochs, steps)}",  # an epoch has at least one step
         "--image_size_schedule=",
-        "--whitening_epochs=0",
         "--eval_every_epochs=0",
         "--notta",
         f"--summary_every_steps={10 * WINDOW_STEPS}",  # rates are written ten times as often

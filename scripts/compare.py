@@ -43,11 +43,9 @@ IMAGES = {"train": 320, "test": 40}  # 10 steps an epoch, so that 12 steps reach
 
 # The small runs of a revision. Both revisions need to have all of these flags.
 COMMON = """--precision=float32 --seed=0 --batch_size=32 --epochs=3 --eval_every_epochs=0
-    --whitening_images=320 --summary_every_steps=10 --checkpoint_every_steps=1
-    --keep_checkpoints=100"""
+    --summary_every_steps=10 --checkpoint_every_steps=1 --keep_checkpoints=100"""
 CIFARNET = "--model=cifarnet --crop=24 --flip=random --brightness=63 --standardize=image"
-SPEEDNET = """--nesterov --label_smoothing=0.1 --bias_learning_rate=1 --whitening_epochs=0.5
-    --weight_decay=1e-3"""
+SPEEDNET = "--nesterov --label_smoothing=0.1 --bias_learning_rate=1 --weight_decay=1e-3"
 RUNS = {
     "cifarnet-1-tower": f"{CIFARNET} --num_gpus=1",
     "cifarnet-2-towers": f"{CIFARNET} --num_gpus=2",

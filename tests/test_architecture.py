@@ -13,6 +13,7 @@ PACKAGE = "cifar_towers"
 # layers below it.
 LAYERS = (
     ("config", "registry", "errors", "files", "hardware", "signals"),
+    ("xla",),
     ("towers",),
     ("models", "data"),
     ("multi_worker",),

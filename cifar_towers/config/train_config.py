@@ -274,9 +274,6 @@ class ModelSettings(Settings):
         check=registry.check_model,
     )
     precision: str = setting("auto", PRECISION_HELP, choices=("auto", *PRECISIONS))
-    whitening_images: int = setting(
-        5000, "number of images from which whitening filters are computed", low=12
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,16 +295,10 @@ class OptimizerSettings(Settings):
     head_learning_rate: float = setting(
         0.0, "peak rate of the last layer's kernel; 0: learning_rate", low=0
     )
-    whitening_learning_rate: float = setting(
-        0.0, "peak rate of whitening layers' biases; 0: bias_learning_rate", low=0
-    )
     learning_rate_schedule: str = setting(
         "linear:0=1,100%=0",
         "factor of the peak rates at epochs or percentages of the run, interpolated (linear:) or "
         "constant (step:)",
-    )
-    whitening_epochs: float = setting(
-        3.0, "epochs in which the whitening bias is trained", low=0, high=1e6
     )
     momentum: float = setting(0.9, "momentum coefficient of SGD", low=0, high=0.9999)
     nesterov: bool = setting(False, "use Nesterov momentum in SGD")

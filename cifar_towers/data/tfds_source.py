@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
+
 from cifar_towers.data import image_files
 from cifar_towers.data.dataset import CLASSES, DatasetInfo, Split, fifth_of_each_class, moments
 from cifar_towers.errors import DataError, error_line

@@ -13,7 +13,8 @@ from typing import TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.hardware import processor_features, xla_runs
+from cifar_towers.hardware import processor_features
+from cifar_towers.xla import fused
 
 Padding: TypeAlias = Sequence[tuple[int, int]]  # before and after each of the axes [B, H, W, C]
 
@@ -102,16 +103,6 @@ def even_padding(images: tf.TensorShape, kernel: tf.TensorShape) -> Padding | st
         for size, length in zip(kernel[:2], images[1:3], strict=True)
     ]
     return [(0, 0), *sides, (0, 0)]
-
-
-def fused(function: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
-    """Return `function` of tensors compiled by XLA, where XLA runs, so that it takes few passes
-    through memory.
-
-    XLA compiles it for each new input shape.
-    """
-    compiled = tf.function(function, jit_compile=True, autograph=False)
-    return lambda *tensors: (compiled if xla_runs() else function)(*tensors)
 
 
 def _on_cpu(images: tf.Tensor) -> bool:

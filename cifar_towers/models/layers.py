@@ -7,8 +7,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.models.convolution import conv2d, even_padding, fused
+from cifar_towers.models.convolution import conv2d, even_padding
 from cifar_towers.towers import all_reduce_mean, num_replicas
+from cifar_towers.xla import fused
 
 Shape: TypeAlias = tuple[int | None, ...]
 

@@ -21,7 +21,7 @@ from cifar_towers.data.dataset import DatasetInfo, Split, chunks
 from cifar_towers.errors import UsageError
 from cifar_towers.models import MODELS, WEIGHT_DECAYS, user_model
 from cifar_towers.models.layers import synchronize
-from cifar_towers.models.speednet import whitening_kernel
+from cifar_towers.models.speednet import WHITENING_IMAGES, whitening_kernel
 from cifar_towers.multi_worker.cluster_spec import Workers
 from cifar_towers.registry import SPEEDNETS, load_function
 from cifar_towers.towers import Tower, make_towers, variable_placement
@@ -189,7 +189,7 @@ def _make_built_in_model(
     if config.model not in SPEEDNETS:
         options["image_size"] = config.net_image_size
     elif train is not None:
-        parts = chunks(train.images[: config.whitening_images], MAX_WHITENING_PIXELS)
+        parts = chunks(train.images[:WHITENING_IMAGES], MAX_WHITENING_PIXELS)
         normalize = make_augmentation(config, info).evaluate
         options["whitening"] = whitening_kernel(normalize(images).numpy() for images in parts)
     return MODELS[config.model](**options)
@@ -308,8 +308,7 @@ def make_state(
     """
     train = setup.dataset.train
     model = make_model(config, setup.precision, train.info, train)
-    is_speednet = config.model in SPEEDNETS
-    optimizer = make_optimizer(config, model, setup.length, is_speednet)
+    optimizer = make_optimizer(config, model, setup.length)
     state = TrainState(
         model,
         optimizer,

@@ -127,7 +127,7 @@ class MirroredStep:
     ) -> tuple[StepMetrics, StepGradients]:
         """Run a step of several processes. Each passes a signal in, and all get the largest."""
         shards = split_batch(batch, self.local_towers)
-        arguments = shards, rates, image_size, stop_signal
+        arguments = shards, image_size, stop_signal
         distributed = self.strategy.run(self._on_replica, arguments)
         # non-trainable values stay distributed: None and integers differ between replicas
         replicas = _by_replica(self.strategy, distributed._replace(non_trainable=[]))
@@ -153,7 +153,6 @@ class MirroredStep:
     def _on_replica(
         self,
         shards: Sequence[Batch],
-        rates: Mapping[str, tf.Tensor],
         image_size: int,
         stop_signal: tf.Tensor | None,
     ) -> ReplicaResult:
@@ -162,7 +161,7 @@ class MirroredStep:
         tower = self.towers[int(tf.get_static_value(context.replica_id_in_sync_group))]
         shard = shards[self.local_towers.index(tower)]
         with tf.name_scope(tower.name):
-            result = self.tower_step(shard, tuple(rates), image_size)
+            result = self.tower_step(shard, image_size)
 
         with tf.name_scope("all_reduce"):  # the replicas meet here
             values = result.gradients, result.non_trainable

@@ -20,8 +20,9 @@ from cifar_towers.towers import (
     split_batch,
 )
 from cifar_towers.towers.placement import HOST
-from cifar_towers.training.state import TrainState, xla_compiled
+from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import StepMetrics, Update, augment_shard, copy_to_host
+from cifar_towers.xla import xla_compiled
 
 PROXY = "proxy"  # prefix of the proxy's variables and operations, and of its values in reports
 

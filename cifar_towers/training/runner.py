@@ -18,14 +18,9 @@ class StepInput(NamedTuple):
 
     step: int  # number of finished steps before it
     batch: Batch
-    rates: dict[str, float]  # learning rates by parameter group; without frozen groups
+    rates: dict[str, float]  # learning rates by parameter group
     image_size: int  # pixels
     stop_signal: int | None = None  # on a cluster: the signal that this process received, or 0
-
-    @property
-    def key(self) -> tuple:
-        """Return what a step is traced for: its image size and its active parameter groups."""
-        return (self.image_size, *self.rates)
 
 
 class StartedStep(NamedTuple):
@@ -52,7 +47,7 @@ class FinishedStep(NamedTuple):
 
 
 class TracedStep(NamedTuple):
-    """The functions that were traced for steps of one key."""
+    """The functions that were traced for steps of one image size."""
 
     update: tf.types.experimental.ConcreteFunction
     select: tf.types.experimental.ConcreteFunction | None  # of the hard examples
@@ -71,7 +66,7 @@ class StepRunner:
     def __init__(self, train_step: Any, hard_examples: HardExamples | None = None):
         self.train_step = train_step
         self.hard_examples = hard_examples
-        self.traced: dict[tuple, TracedStep] = {}  # by `StepInput.key`
+        self.traced: dict[int, TracedStep] = {}  # by image size
         # a thread of Python's would first wait for the interpreter's lock
         self._steps = executor.new_executor(enable_async=True)
         self._metrics = ThreadPoolExecutor(1, thread_name_prefix="metrics")
@@ -83,8 +78,8 @@ class StepRunner:
         return self._unread is None
 
     def is_traced(self, inputs: StepInput) -> bool:
-        """Return whether a step like this was traced."""
-        return inputs.key in self.traced
+        """Return whether a step of this image size was traced."""
+        return inputs.image_size in self.traced
 
     def trace(self, inputs: StepInput) -> tf.types.experimental.ConcreteFunction:
         """Trace a step without running it; return the function of its update."""
@@ -97,7 +92,7 @@ class StepRunner:
                 lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), selected
             )
         update = self.train_step.get_concrete_function(**arguments)
-        self.traced[inputs.key] = TracedStep(update, select)
+        self.traced[inputs.image_size] = TracedStep(update, select)
         return update
 
     def start(self, inputs: StepInput, keep_gradients: bool) -> list[FinishedStep]:
@@ -132,7 +127,7 @@ class StepRunner:
     def _call(self, inputs: StepInput) -> StartedStep:
         """Call the traced functions of a step."""
         # calling the `tf.function`s takes twice as long: they look up what was traced
-        traced = self.traced[inputs.key]
+        traced = self.traced[inputs.image_size]
         arguments = _arguments(inputs)
         proxy_metrics = None
         if traced.select:

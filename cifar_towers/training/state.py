@@ -3,8 +3,7 @@ averages. A step changes them in `TrainState.apply` only.
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import keras
 import tensorflow as tf
@@ -15,6 +14,7 @@ from cifar_towers.towers.keras_parallel import is_seed_generator_state, to_scala
 from cifar_towers.towers.placement import HOST, pin_to_device
 from cifar_towers.training.averages import ExponentialMovingAverage, Lookahead
 from cifar_towers.training.optimizers import Optimizer
+from cifar_towers.xla import xla_compiled
 
 # A layer that draws random numbers for a micro-batch counts from 1,024 times the index of its first
 # example. Keras takes these counters modulo 2^31 - 2, so they repeat after two million examples.
@@ -66,15 +66,6 @@ class TrainState:
         non_trainable = [tf.convert_to_tensor(variable) for variable in self.non_trainable]
         return weights, non_trainable
 
-    def weights_of_groups(
-        self, weights: Sequence[tf.Tensor], groups: Collection[str]
-    ) -> list[tf.Tensor]:
-        """Return the weights that belong to some parameter groups."""
-        # by identity, as variables cannot be compared
-        active = {id(variable) for variable in self.optimizer.active_variables(groups)}
-        pairs = zip(weights, self.weights, strict=True)
-        return [weight for weight, variable in pairs if id(variable) in active]
-
     def call(
         self, weights: Sequence[tf.Tensor], non_trainable: Sequence[tf.Tensor], part: Batch
     ) -> tuple[tf.Tensor, list[tf.Tensor | None], list[tf.Tensor]]:
@@ -120,7 +111,7 @@ class TrainState:
         Args:
           gradients: N x (mean gradient, variable).
           non_trainable: S new values of these variables; None leaves a variable unchanged.
-          rates: learning rates by active parameter group.
+          rates: learning rates by parameter group.
           tower_losses: [K] total losses of all towers.
 
         Returns:
@@ -250,10 +241,3 @@ def gradient_norm(gradients: Sequence[tuple]) -> tf.Tensor:
     if not half_squares:
         return tf.constant(0.0)
     return tf.sqrt(2.0 * tf.reduce_sum(half_squares))
-
-
-def xla_compiled(function: Callable, jit_compile: bool) -> Callable[..., Any]:
-    """Return a function that XLA compiles whole if `jit_compile`, otherwise the same function."""
-    if not jit_compile:
-        return function
-    return tf.function(function, autograph=False, jit_compile=True)

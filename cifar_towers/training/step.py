@@ -5,7 +5,7 @@ it happens once a step.
 """
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
@@ -23,7 +23,8 @@ from cifar_towers.towers import (
 from cifar_towers.towers.gradients import Gradient, add_gradients, average_tensors, scale_gradient
 from cifar_towers.towers.placement import HOST
 from cifar_towers.training.losses import EXAMPLE_LOSS
-from cifar_towers.training.state import TrainState, xla_compiled
+from cifar_towers.training.state import TrainState
+from cifar_towers.xla import xla_compiled
 
 
 class StepMetrics(NamedTuple):
@@ -33,7 +34,7 @@ class StepMetrics(NamedTuple):
 
     loss: Any  # mean of the user's loss, or of the cross entropy, over the whole batch
     accuracy: Any  # of the training batch, as augmented
-    gradient_norm: Any  # of the mean gradient, over the groups that have a learning rate now
+    gradient_norm: Any  # of the mean gradient
     tower_losses: Any  # [K] total loss of each tower
     losses: dict[str, Any]  # of the final tower: each term of its loss, and their total
     updated: Any  # bool: the gradients were applied; otherwise the step was skipped
@@ -72,10 +73,9 @@ def make_update(
 ) -> Update:
     """Return the function of one step: (batch, rates, image_size) -> (metrics, gradients).
 
-    `rates` maps the name of each active parameter group to its learning rate; no gradients are
-    taken for the other groups. `image_size` is a Python number of pixels that images are
-    downsampled to, unless they are cropped; 0 leaves them as they are. As a `tf.function` a step is
-    traced once for each set of groups and each image size.
+    `rates` maps the name of each parameter group to its learning rate. `image_size` is a Python
+    number of pixels that images are downsampled to, unless they are cropped; 0 leaves them as they
+    are. As a `tf.function` a step is traced once for each image size.
 
     Args:
       loss_fn: function (labels, logits, weights, model losses) -> losses by term.
@@ -89,10 +89,8 @@ def make_update(
     def update(
         batch: Batch, rates: Mapping[str, tf.Tensor], image_size: int = 0
     ) -> tuple[StepMetrics, StepGradients]:
-        active_groups = tuple(rates)
-
         def on_tower(tower: Tower, shard: Batch) -> TowerResult:
-            return tower_step(shard, active_groups, image_size)
+            return tower_step(shard, image_size)
 
         shards = split_batch(batch, towers)
         results = run_towers(on_tower, towers, shards)
@@ -133,15 +131,15 @@ class TowerStep:
         self.augmentation = augmentation
         self.micro_batches = micro_batches
 
-    def __call__(self, shard: Batch, groups: Collection[str], image_size: int) -> TowerResult:
-        """Return the result of a shard, with gradients for the weights of some groups."""
+    def __call__(self, shard: Batch, image_size: int) -> TowerResult:
+        """Return the result of a shard."""
 
         def augment(shard: Batch) -> Batch:
             return augment_shard(self.augmentation, shard, image_size)
 
         def accumulate(shard: Batch, weights: list, non_trainable: list) -> TowerResult:
             def on_part(part: Batch) -> TowerResult:
-                return self.forward_backward(part, weights, non_trainable, groups)
+                return self.forward_backward(part, weights, non_trainable)
 
             total = run_micro_batches(on_part, shard, self.micro_batches, add_results)
             return mean_of_results(total, self.micro_batches)
@@ -155,20 +153,16 @@ class TowerStep:
         return accumulate(augmented, weights, non_trainable)
 
     def forward_backward(
-        self,
-        part: Batch,
-        weights: list[tf.Tensor],
-        non_trainable: list[tf.Tensor],
-        groups: Collection[str],
+        self, part: Batch, weights: list[tf.Tensor], non_trainable: list[tf.Tensor]
     ) -> TowerResult:
         """Compute the result for augmented examples: a pure function."""
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(self.state.weights_of_groups(weights, groups))
+            tape.watch(weights)
             logits, new_values, model_losses = self.state.call(weights, non_trainable, part)
             losses = self.loss_fn(part.labels, logits, weights, model_losses)
 
         with tf.name_scope("backward"):
-            # None for weights that are not watched
+            # None for weights that the loss does not depend on
             gradients = tape.gradient(losses["total_loss"], weights)
         return TowerResult(losses, gradients, new_values, count_correct(part.labels, logits))
 

@@ -23,7 +23,6 @@ SMALL = (
     "--batch_size=100",
     "--crop=20",
     "--shift=0",
-    "--whitening_images=500",
     "--ema_decay=0.5",
     "--precision=float32",
     "--eval_every_epochs=1",

@@ -180,7 +180,6 @@ def test_flags_override_the_recipe_wherever_they_stand(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     expected = parse(f"--flagfile={ROOT / 'configs' / 'smoke.cfg'}", "--epochs=3", "--nonesterov")
     expected = dataclasses.replace(expected, recipe="smoke")
-    assert expected.whitening_epochs == 1
     assert expected.learning_rate == 1.5
     assert parse("--epochs=3", "--recipe=smoke", "--nonesterov") == expected
     assert parse("--epochs=3", "--nonesterov", "--recipe=speed94", "--recipe", "smoke") == expected

@@ -39,7 +39,6 @@ FLAGS = (
     ),
     *(
         "--num_gpus=2",
-        "--whitening_images=200",
         "--nesterov",
         "--weight_decay=0.001",
         "--ema_decay=0.5",

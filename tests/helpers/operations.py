@@ -19,11 +19,6 @@ def reachable(function: tf.types.experimental.ConcreteFunction) -> set[tf.Operat
     return found
 
 
-def count(function: tf.types.experimental.ConcreteFunction) -> int:
-    """Count the convolutions and matrix products."""
-    return sum("Conv2D" in op.type or "MatMul" in op.type for op in reachable(function))
-
-
 def count_launched(function: tf.types.experimental.ConcreteFunction) -> int:
     """Count what the host launches; a function that XLA compiles is one operation."""
     return sum(op.type not in NOT_RUN for op in reachable(function))

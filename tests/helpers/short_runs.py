@@ -27,13 +27,12 @@ QUICK = recipe(
     shift=0,
     batch_size=200,
     tta=False,
-    whitening_images=500,
     precision="float32",
     summary_every_steps=5,
     ema_decay=0.5,
 )
 STEPS = 20
-RATES = {"learning_rate": 0.1, "bias_learning_rate": 0.0, "whitening_learning_rate": 0.0}
+RATES = {"learning_rate": 0.1, "bias_learning_rate": 0.0}
 # where the model does not matter
 TINY = replace(QUICK, model=TINY_NET, image_size_schedule="", num_gpus=1, **RATES)
 

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.models import convolution
+from cifar_towers import xla
 from cifar_towers.models.layers import (
     COMPILED,
     AddReLU,
@@ -59,7 +59,7 @@ def test_local_response_norm_equals_tensorflows(dtype):
 @pytest.mark.parametrize("xla_runs", [True, False])
 @pytest.mark.parametrize(("name", "witness"), [("gelu", tf.nn.gelu), ("silu", tf.nn.silu)])
 def test_compiled_activations_and_gradients(monkeypatch, name, witness, xla_runs):
-    monkeypatch.setattr(convolution, "xla_runs", lambda: xla_runs)
+    monkeypatch.setattr(xla, "xla_runs", lambda: xla_runs)
     traced = tf.function(COMPILED[name]).get_concrete_function(tf.TensorSpec([101]))
 
     assert ("_XlaMustCompile" in str(traced.graph.as_graph_def().library)) == xla_runs

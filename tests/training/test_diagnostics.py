@@ -36,13 +36,11 @@ def make_run(towers, examples, **settings):
     [(2, {}), (1, {"micro_batches": 2}), (2, {"strategy": "mirrored"})],
 )
 def test_gradients_and_images_are_those_of_their_step(towers, examples, count, settings):
-    """The biases are frozen, and have no gradient."""
     run, _, diagnose = make_run(towers(count), examples, **settings)
     reference, augmentation, _ = make_run(towers(count), examples)
     batch = run.batches.at(0)
     model = reference.state.model
-    rates = {name: rate for name, rate in run.rates().items() if name != "biases"}
-    metrics = run.step(0, batch, rates, image_size=32)
+    metrics = run.step(0, batch, image_size=32)
     found = diagnose(FinishedStep(1, batch, {}, 32, metrics, run.gradients))
     shards = split_batch(batch, run.towers)
     loss_fn = build.make_loss_fn(run.config, model)
@@ -50,12 +48,11 @@ def test_gradients_and_images_are_those_of_their_step(towers, examples, count, s
     def gradients_of(shard):
         with tf.GradientTape() as tape:
             weights, statistics = reference.state.read_variables()
-            kernels = [weight for weight in weights if len(weight.shape) > 1]
-            tape.watch(kernels)
+            tape.watch(weights)
             images = augmentation.augment(shard.images, shard.draws)
             logits, _ = model.stateless_call(weights, statistics, images, training=True)
             loss = loss_fn(shard.labels, logits, weights)["total_loss"]
-        return [gradient.numpy() for gradient in tape.gradient(loss, kernels)]
+        return [gradient.numpy() for gradient in tape.gradient(loss, weights)]
 
     def flatten(gradients):
         return np.concatenate([gradient.ravel() for gradient in gradients])
@@ -71,7 +68,7 @@ def test_gradients_and_images_are_those_of_their_step(towers, examples, count, s
     products = [gradient @ mean for gradient in flat]
     cosines = np.array(products) / norms / np.linalg.norm(mean)
     np.testing.assert_allclose(found.tower_gradient_cosine, cosines, atol=1e-5)
-    assert list(found.gradients) == [v.path for v in model.trainable_variables if len(v.shape) > 1]
+    assert list(found.gradients) == [v.path for v in model.trainable_variables]
 
     for gradient, expected in zip(found.gradients.values(), means, strict=True):
         atol = 1e-4 * np.abs(expected).max()

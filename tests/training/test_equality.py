@@ -20,7 +20,7 @@ from cifar_towers.towers import variable_placement
 from cifar_towers.towers.placement import PLACEMENTS
 from cifar_towers.training.distributed_step import MirroredStep, make_strategy
 from cifar_towers.training.losses import EXAMPLE_LOSS
-from cifar_towers.training.optimizers import Momentum, Optimizer, ParamGroup, RateSchedule
+from cifar_towers.training.optimizers import Momentum, Optimizer, ParamGroup
 from cifar_towers.training.state import TrainState
 from cifar_towers.training.step import as_tf_function, make_update
 
@@ -95,8 +95,7 @@ def after_steps(state, step, batches):
 def make_state(synchronized=False):
     model = small_net(synchronized)
     rule = Momentum([v.value for v in model.trainable_variables], MOMENTUM)
-    schedule = RateSchedule(RATE, lambda step: 1.0)
-    optimizer = Optimizer([ParamGroup("all", rule, schedule)])
+    optimizer = Optimizer([ParamGroup("all", rule, RATE)], lambda step: 1.0)
     return TrainState(model, optimizer, STEPS)
 
 

@@ -13,7 +13,7 @@ from tests.helpers.configs import TINY_NET
 from tests.helpers.step_runs import StepRun
 
 HARDEST = {"model": TINY_NET, "shift": 0, "batch_size": 16, "hard_example_pool": 32, "crop": 20}
-HARDEST |= {"learning_rate": 0.5, "momentum": 0.8, "label_smoothing": 0.2, "whitening_images": 60}
+HARDEST |= {"learning_rate": 0.5, "momentum": 0.8, "label_smoothing": 0.2}
 STEPS = 3
 
 
@@ -55,7 +55,7 @@ def test_training_uses_the_examples_with_the_highest_proxy_losses(
         assert (np.diff(rows) > 0).all()
         assert metrics.updated
         assert both.proxy_metrics.updated
-        results = small.step(number, batch, both.rates(number))  # so that its whitening rests
+        results = small.step(number, batch, both.rates(number))
         assert results.loss == pytest.approx(both.proxy_metrics.loss, rel=1e-5)
         results = alone.step(number, gather_rows(batch, rows))
         assert results.accuracy == metrics.accuracy

@@ -16,9 +16,7 @@ from tests.helpers.configs import TINY_NET, recipe
 from tests.helpers.messages import lines_with
 from tests.helpers.step_runs import StepRun
 
-NET = recipe(
-    "smoke", crop=20, shift=0, batch_size=24, whitening_images=60, ema_decay=0.9, lookahead=True
-)
+NET = recipe("smoke", crop=20, shift=0, batch_size=24, ema_decay=0.9, lookahead=True)
 NET = replace(NET, model=TINY_NET)
 WAYS = [{}, {"strategy": "mirrored"}]
 WAYS += [pytest.param({"batch_statistics": "synchronized"}, marks=pytest.mark.slow)]

@@ -47,12 +47,7 @@ def test_a_step_ran_where_the_policy_says(towers, examples, policy):
     its variable.
     """
     on_towers = towers(4)
-    settings = {
-        "model": "speednet_proxy",
-        "batch_size": 8,
-        "whitening_images": 20,
-        "whitening_epochs": 1,
-    }
+    settings = {"model": "speednet_proxy", "batch_size": 8}
     run = StepRun(on_towers, examples, TrainConfig(variable_placement=policy, **settings))
     devices = partitions(lambda: run.step(0), 4)
     work = {}

@@ -21,12 +21,7 @@ from cifar_towers.training.optimizers import (
 )
 from cifar_towers.training.state import TrainState
 
-RATES = {
-    "learning_rate": 0.2,
-    "bias_learning_rate": 0.4,
-    "head_learning_rate": 0.5,
-    "whitening_learning_rate": 0.8,
-}
+RATES = {"learning_rate": 0.2, "bias_learning_rate": 0.4, "head_learning_rate": 0.5}
 LENGTH = RunLength(10, 10, 10)
 
 
@@ -34,7 +29,7 @@ def convolutions():
     """Return a net of two convolutions and a dense layer `last`."""
     keras.utils.set_random_seed(0)
     x = images = keras.Input((5, 5, 3))
-    for name in ("whitening", "conv"):
+    for name in ("first", "conv"):
         x = keras.layers.Conv2D(4, 2, name=name)(x)
     x = keras.layers.Dense(2, name="last")(keras.layers.Flatten()(x))
     return keras.Model(images, x)
@@ -47,13 +42,12 @@ def state(request):
     settings = OptimizerSettings(
         optimizer=request.param,
         learning_rate_schedule="step:0=1",
-        whitening_epochs=1e6,
         weight_decay=0.05,
         momentum=0.9,
         muon_momentum=0.6,
         **RATES,
     )
-    optimizer = make_optimizer(settings, model, LENGTH, is_speednet=True)
+    optimizer = make_optimizer(settings, model, LENGTH)
     return TrainState(model, optimizer, 10, ema_decay=0.9, lookahead=True)
 
 
@@ -79,7 +73,7 @@ def test_weight_decay_takes_the_same_fraction_of_every_group(state):
     """Without gradients a step takes 0.2 x 0.05 = 1 % of a weight, also in groups with another
     learning rate.
     """
-    expected = {"kernels": 0.2, "biases": 0.4, "head": 0.5, "whitening": 0.8}
+    expected = {"kernels": 0.2, "biases": 0.4, "head": 0.5}
 
     assert state.optimizer.learning_rates(1) == pytest.approx(expected, rel=1e-6)
 
@@ -92,17 +86,11 @@ def test_weight_decay_takes_the_same_fraction_of_every_group(state):
         np.testing.assert_allclose(weight, expected, rtol=1e-6, err_msg=weight.name)
 
 
-def test_the_rate_of_every_role_follows_its_schedule():
-    """The whitening's falls to 0 within its own epochs, after which the layer is not trained."""
-    settings = OptimizerSettings(
-        learning_rate_schedule="linear:0=0.5,50%=1,100%=0", whitening_epochs=0.4, **RATES
-    )
-    optimizer = make_optimizer(settings, convolutions(), LENGTH, is_speednet=True)
-    factors = {0: (0.5, 1), 1: (0.6, 0.75), 3: (0.8, 0.25), 5: (1, 0), 6: (0.8, 0), 9: (0.2, 0)}
-    for step, (factor, factor_of_whitening) in factors.items():
+def test_the_rate_of_every_role_follows_the_schedule():
+    settings = OptimizerSettings(learning_rate_schedule="linear:0=0.5,50%=1,100%=0", **RATES)
+    optimizer = make_optimizer(settings, convolutions(), LENGTH)
+    for step, factor in {0: 0.5, 1: 0.6, 3: 0.8, 5: 1, 6: 0.8, 9: 0.2}.items():
         expected = {"kernels": 0.2 * factor, "biases": 0.4 * factor, "head": 0.5 * factor}
-        if factor_of_whitening:
-            expected["whitening"] = 0.8 * factor_of_whitening
         assert optimizer.learning_rates(step) == pytest.approx(expected, rel=1e-6)
 
 
@@ -113,11 +101,11 @@ def test_without_a_gradient_or_a_rate_a_variable_and_its_slots_rest(state):
     rates = state.optimizer.learning_rates(1)
     rates = {name: rate for name, rate in rates.items() if name != "biases"}
     _, moved = update(state, gradients, rates)
-    weights = {"model.whitening.kernel", "model.whitening.bias", "model.last.kernel"}
+    weights = {"model.first.kernel", "model.last.kernel"}
     slots = [name for name in moved if name.startswith("optimizer.")]
 
     assert {name for name in moved if name.startswith("model.")} == weights
-    assert {name.split(".")[1] for name in slots} == {"head", "whitening"}
+    assert {name.split(".")[1] for name in slots} == {"head", "kernels"}
 
 
 @pytest.mark.parametrize(("gradient", "finite"), [(1.0, False), (np.inf, True), (np.nan, True)])
@@ -264,29 +252,25 @@ def without_trained_kernels():
 
 
 @pytest.mark.parametrize(
-    ("make", "is_speednet", "kernels", "head", "whitening", "num_biases"),
+    ("make", "kernels", "head", "num_biases"),
     [
-        (convolutions, True, ["conv"], ["last"], ["whitening", "whitening"], 2),
-        # a user's layers have any names
-        (convolutions, False, ["whitening", "conv"], ["last"], [], 3),
-        (in_other_order, False, ["body"], ["head"], [], 2),
-        (without_trained_kernels, False, [], [], [], 2),
+        (convolutions, ["first", "conv"], ["last"], 3),
+        (in_other_order, ["body"], ["head"], 2),
+        (without_trained_kernels, [], [], 2),
     ],
 )
-def test_roles_of_variables(make, is_speednet, kernels, head, whitening, num_biases):
-    """The head is the last kernel with an output for each class; names mean something in speednets
-    only.
-    """
+def test_roles_of_variables(make, kernels, head, num_biases):
+    """The head is the last kernel with an output for each class."""
     model = make()
     layer_of = {}
     for variable in model.trainable_variables:
         layer_of[id(variable.value)] = variable.path.split("/")[-2]
     layers = {}
-    for role, variables in split_by_role(model, is_speednet).items():
+    for role, variables in split_by_role(model).items():
         layers[role] = [layer_of[id(variable)] for variable in variables]
 
     assert len(layers.pop("biases")) == num_biases
-    assert layers == {"kernels": kernels, "head": head, "whitening": whitening}
+    assert layers == {"kernels": kernels, "head": head}
 
 
 def test_momentum_and_weight_decay_are_summed_in_one_order():
@@ -322,7 +306,7 @@ def test_momentum_and_weight_decay_are_summed_in_one_order():
     [
         ({"biases": 3, "kernels": 1, "head": 2}, 1),
         ({"biases": 3, "head": 2}, 2),  # a net whose only kernel is the head
-        ({"biases": 3, "whitening": 4}, 3),
+        ({"biases": 3}, 3),
     ],
 )
 def test_the_rate_that_is_shown_is_that_of_the_kernels(rates, expected):

@@ -17,7 +17,6 @@ from cifar_towers.training import build
 from cifar_towers.training.losses import MODEL_LOSSES
 from cifar_towers.training.runner import StepInput, StepRunner
 from cifar_towers.training.step import StepGradients, StepMetrics
-from tests.helpers import operations
 from tests.helpers.configs import TINY_NET, net, recipe
 from tests.helpers.step_runs import StepRun
 
@@ -106,11 +105,7 @@ def gpu_runs(node):
 @pytest.mark.parametrize(
     ("name", "precision", "settings"),
     [
-        (
-            "speed96",
-            "bfloat16",
-            {"model": "speednet_proxy", "hard_example_pool": 24, "whitening_images": 60},
-        ),
+        ("speed96", "bfloat16", {"model": "speednet_proxy", "hard_example_pool": 24}),
         ("cifarnet", "float32", {"cutout": 4}),
         pytest.param("resnet20", "float32", {"micro_batches": 2}, marks=pytest.mark.slow),
     ],
@@ -159,7 +154,7 @@ def test_operations_are_on_their_tower_or_beside_their_variable(towers, examples
     on_devices = [
         dataclasses.replace(tower, device=f"/CPU:{tower.index + 1}") for tower in towers(4)
     ]
-    settings = {"model": "speednet94", "optimizer": "muon", "batch_size": 8, "whitening_images": 50}
+    settings = {"model": "speednet94", "optimizer": "muon", "batch_size": 8}
     run = StepRun(on_devices, examples, TrainConfig(variable_placement=policy, **settings))
     function = run.train_step.get_concrete_function(run.batches.at(0), run.rates(0))
     made = function.graph.get_operations()
@@ -205,40 +200,15 @@ def test_operations_are_on_their_tower_or_beside_their_variable(towers, examples
     assert {op.type for op in large if not op.device} <= {"Const", "ReadVariableOp"}
 
 
-@pytest.mark.parametrize("strategy", ["towers", pytest.param("mirrored", marks=pytest.mark.slow)])
-def test_frozen_groups_get_no_gradient_and_change_nothing_else(towers, examples, strategy):
-    """After its epochs the whitening's bias rests, and the backward pass ends at the convolution
-    after it.
-    """
-    settings = {
-        "model": "speednet_proxy",
-        "crop": 20,
-        "whitening_images": 60,
-        "whitening_epochs": 0.1,
-    }
-    config = cifarnet(**settings, strategy=strategy)
-    model = build.make_model(config, "float32", CIFAR10, examples)
-    filters = model.get_layer("whitening").kernel.numpy()
-    weights = []
-    backward = []
-    for rests in (False, True):
-        run = StepRun(towers(2), examples, config)
-        assert "whitening" in run.rates(1)
-        assert "whitening" not in run.rates(2)
-        rates = run.rates(2)
-        if not rests:
-            rates["whitening"] = tf.constant(0.0)
-        function = run.train_step.get_concrete_function(run.batches.at(2), rates)
-        backward.append(operations.count(function))
-        assert bool(run.step(2, rates=rates).updated)
-        weights.append([weight.numpy() for weight in run.state.weights])
-        # frozen all along
-        np.testing.assert_array_equal(run.state.model.get_layer("whitening").kernel, filters)
+def test_the_whitening_is_not_trained(towers, examples):
+    run = StepRun(towers(2), examples, cifarnet(model="speednet_proxy", crop=20))
+    layer = run.state.model.get_layer("whitening")
+    before = layer.get_weights()
+    assert bool(run.step(0).updated)
 
-    assert backward[0] > backward[1]
-
-    for moved, rested in zip(*weights, strict=True):
-        np.testing.assert_array_equal(moved, rested)
+    for old, new in zip(before, layer.get_weights(), strict=True):
+        assert np.abs(old).min() > 0
+        np.testing.assert_array_equal(old, new)
 
 
 def test_dropout_depends_on_the_position_in_the_batch(towers, examples):
@@ -289,14 +259,16 @@ def test_a_step_of_cifarnet_is_that_of_earlier_versions(towers):
     known = [2.289426093184582, 4.662751543878436, 2.2561215874566276]
     known += [172.53802811436205, 38.4008983229362]
 
-    np.testing.assert_allclose(found, known, rtol=1e-9)
+    np.testing.assert_allclose(found, known, rtol=1e-7)  # images are float32
 
 
 def test_steps_of_a_speednet_are_those_of_earlier_versions(towers):
     """Whitening, Muon, Nesterov momentum, a moving average and, after the fifth step, slow weights;
     in float32, as the fused batch norm has no float64.
     """
-    settings = {"batch_size": 12, "whitening_images": 60, "nesterov": True, "ema_decay": 0.9}
+    # low rates, at which rounding does not grow
+    settings = {"batch_size": 12, "nesterov": True, "ema_decay": 0.9}
+    settings |= {"learning_rate_schedule": "step:0=0.05"}
     config = recipe("speed95", model="speednet_proxy", **settings)
     run = StepRun(towers(1), synthetic.make(60, 0, 0), config)
     for number in range(5):
@@ -304,11 +276,11 @@ def test_steps_of_a_speednet_are_those_of_earlier_versions(towers):
 
     values = run.values()
     names = ["model.head.kernel", "ema.head.kernel", "lookahead.group1_conv1.kernel"]
-    names += ["model.group1_norm1.beta", "model.whitening.bias"]
+    names += ["model.group1_norm1.beta", "model.whitening.kernel"]
     names += ["optimizer.kernels.momentum.0", "optimizer.biases.momentum.0"]
     found = [metrics.loss, *(np.abs(values[name]).sum() for name in names)]
-    known = [2.213686, 54.58073, 50.93871, 256.1643, 12.55966, 0.1853233, 14.81377, 0.03708803]
-    np.testing.assert_allclose(found, known, rtol=1e-3)
+    known = [2.294937, 39.50967, 39.52426, 99.64882, 0.7088534, 194.7424, 32.07347, 0.03810909]
+    np.testing.assert_allclose(found, known, rtol=1e-4)
 
 
 def test_a_step_runs_while_the_host_goes_on(request):
