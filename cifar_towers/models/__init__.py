@@ -18,7 +18,7 @@ MODELS: dict[str, Callable[..., keras.Model]] = {
     **{f"resnet{depth}": partial(resnet, depth=depth) for depth in (20, 32, 44, 56, 110)},
     "speednet93": partial(speednet, widths=(64, 128, 128), head_std=None, logit_divisor=9),
     "speednet94": partial(
-        speednet, widths=(64, 256, 256), later_activation="silu", momentum=0.5566, logit_divisor=256
+        speednet, widths=(64, 256, 256), later_activation="silu", momentum=0.5566, logit_divisor=170
     ),
     "speednet95": partial(speednet, widths=(128, 384, 384), head_std=None, logit_divisor=9),
     "speednet96": partial(
