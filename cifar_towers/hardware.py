@@ -132,8 +132,8 @@ def choose_precision(setting: str, device: str, trained_in: str = "") -> str:
 
 @contextlib.contextmanager
 def _stderr_held_back() -> Iterator[None]:
-    """Drop what is written to the process's standard error inside, by any library, unless it ends
-    with an error.
+    """Drop what any library writes to the process's standard error inside. If an exception ends the
+    block, write it out.
 
     TensorFlow's libraries write lines there before they read their log level.
     """
@@ -162,7 +162,9 @@ def tensorflow_imported() -> Iterator[None]:
     is_terminal = sys.stderr.isatty()
     if is_terminal:
         print("importing TensorFlow ...", end="\r", file=sys.stderr, flush=True)
-    is_quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "3"  # the package's own setting
+    is_quiet = (
+        os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "3"
+    )  # as `cifar_towers/__init__.py` sets it
     with _stderr_held_back() if is_quiet else contextlib.nullcontext():
         import keras
         import tensorflow as tf

@@ -19,7 +19,6 @@ from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
 from cifar_towers.errors import DivergedError, Interrupted, RunError, UsageError, error_line, listed
 from cifar_towers.evaluation.evaluator import Classifier, Evaluator
-from cifar_towers.evaluation.score import reported_score
 from cifar_towers.hardware import describe_processor, gpu_names
 from cifar_towers.models.keras_models import finish_restoring
 from cifar_towers.multi_worker import coordination
@@ -345,7 +344,7 @@ class Training:
         return finished
 
     def run_traced(self, inputs: StepInput) -> list[FinishedStep]:
-        """Start a step like others before, and wait for it only if its metrics are needed."""
+        """Start a step of a traced image size, and wait for it only if its metrics are needed."""
         with self.timer.phase("train"):
             finished = self.start(inputs)
             self.timer.note_idle(finished[-1].end if finished else None)
@@ -444,17 +443,15 @@ class Training:
         )
 
     def note_target(self, step: int) -> None:
-        """Set `reached` once the reported weights meet the target on the first split without
-        test-time augmentation.
+        """Set `reached` once the accuracy on the first split, without test-time augmentation, meets
+        the target.
         """
         target = self.config.target_accuracy
         if self.reached or not target or not self.evaluations:
             return
 
-        first_split = self.evaluations[0]["split"]
-        on_first = [record for record in self.evaluations if record["split"] == first_split]
-        score = reported_score([record for record in on_first if not record["tta"]])
-        if not score or score["accuracy"] < target:
+        score = self.evaluations[0]  # of the first split, without TTA
+        if score["accuracy"] < target:
             return
 
         self.reached = score["accuracy"]

@@ -1,7 +1,8 @@
-"""What XLA compiles: whole functions where the user asks for it, and parts that take many passes
-through memory without it.
+"""Functions that XLA compiles: whole passes if the user asks for it (`xla_compiled`), and small
+parts that would take many passes through memory (`fused`).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,4 +25,9 @@ def fused(function: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
     XLA compiles it for each new input shape.
     """
     compiled = tf.function(function, jit_compile=True, autograph=False)
-    return lambda *tensors: (compiled if xla_runs() else function)(*tensors)
+
+    @functools.wraps(function)
+    def call(*tensors: tf.Tensor) -> tf.Tensor:
+        return compiled(*tensors) if xla_runs() else function(*tensors)
+
+    return call

@@ -16,7 +16,7 @@ class Tracker:
         mlflow.log_metrics(metrics, step)
 
     def on_evaluation(self, step, evaluation):
-        name = f"{evaluation['split']}_{evaluation['weights']}"
+        name = evaluation["split"]
         if evaluation["tta"]:
             name += "_tta"
         mlflow.log_metrics(

@@ -17,7 +17,7 @@ class Tracker:
         self.tracked.log(metrics, step)
 
     def on_evaluation(self, step, evaluation):
-        name = f"{evaluation['split']}/{evaluation['weights']}"
+        name = evaluation["split"]
         if evaluation["tta"]:
             name += "_tta"
         self.tracked.log(

@@ -240,10 +240,8 @@ def measure(cases: Sequence[str], rate_of: Callable[[str], float], rounds: int) 
 
 
 def short_training(config: TrainConfig, on_gpus: bool) -> list[str]:
-    """Return flags that shorten a training to a few steps, such as it has most of the time, without
-    summaries and without evaluations before the end.
-
-    Images have their full size.
+    """Return flags for a training of a few steps on images of full size, without summaries, and
+    without evaluations before the end.
     """
     windows = GPU_WINDOWS if on_gpus else CPU_WINDOWS
     steps = WARM_UP_STEPS + WINDOW_STEPS * windows

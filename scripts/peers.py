@@ -3,7 +3,8 @@ prints images/s.
 
 The nets are those of `cifar_towers/models/`, written as a user of Keras or PyTorch writes them. A
 step computes the cross entropy, its gradients and an update by momentum SGD. It repeats one batch
-that is in memory, without input and augmentation. The whitening of speednet94 is frozen.
+that is in memory, without input and augmentation. The whitening of speednet94 is not trained, as in
+ours.
 """
 
 import itertools

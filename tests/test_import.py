@@ -58,7 +58,7 @@ def test_tensorflow_imported_first_is_one_line_with_what_to_do(run):
 
 
 @pytest.mark.parametrize(
-    ("imports", "variables", "is_shown"),
+    ("failure", "variables", "is_shown"),
     [
         ("", {}, False),
         ("", {"TF_CPP_MIN_LOG_LEVEL": "0"}, True),
@@ -66,10 +66,10 @@ def test_tensorflow_imported_first_is_one_line_with_what_to_do(run):
     ],
 )
 def test_lines_of_native_code_are_shown_if_asked_for_or_if_the_import_fails(
-    run, tmp_path, imports, variables, is_shown
+    run, tmp_path, failure, variables, is_shown
 ):
     line = "oneDNN is on\n"
-    (tmp_path / "keras.py").write_text(f"import os\nos.write(2, {line.encode()})\n{imports}\n")
+    (tmp_path / "keras.py").write_text(f"import os\nos.write(2, {line.encode()})\n{failure}\n")
     code = "import contextlib, cifar_towers.hardware as h\nwith contextlib.suppress(Exception):\n"
     code += "    h.tensorflow_imported().__enter__()"
     assert run(code, **variables)[1] == (line if is_shown else "")

@@ -92,7 +92,7 @@ def random_window(
     pad: int = 0,
     fill: str = "reflect",
 ) -> tf.Tensor:
-    """Crop a window of each image, padded by `pad` pixels: [B, H, W, C] -> [B, size, size, C].
+    """Crop a window of each image, padded by `pad` pixels: [B, S, S, C] -> [B, size, size, C].
 
     Args:
       position: [B, 2] in [0, 1), row and column of the window's corner as fractions of the possible
@@ -100,16 +100,16 @@ def random_window(
       mirrored: [B] bool, whether to mirror the window left to right.
       fill: value of the padding, `reflect` or `zeros`.
     """
-    height, width = images.shape[1:3]
+    side = images.shape[1]
     # TensorFlow keeps int32 in the host's memory
-    corner = tf.cast(position * (height + 2 * pad - size + 1), tf.int64)
+    corner = tf.cast(position * (side + 2 * pad - size + 1), tf.int64)
     offsets = tf.range(size, dtype=tf.int64)
     rows = corner[:, :1] + offsets
     columns = corner[:, 1:] + tf.where(mirrored[:, None], offsets[::-1], offsets)
 
     if fill == "reflect":
-        rows = _reflected(rows - pad, height)
-        columns = _reflected(columns - pad, width)
+        rows = _reflected(rows - pad, side)
+        columns = _reflected(columns - pad, side)
     elif pad:
         images = tf.pad(images, [[0, 0], [pad, pad], [pad, pad], [0, 0]])
 
@@ -119,7 +119,9 @@ def random_window(
 
 
 def _reflected(index: tf.Tensor, size: int) -> tf.Tensor:
-    """Return the index in a row of `size` pixels that mirrors one before or after the row."""
+    """Map an index outside a row of `size` pixels to its mirror image inside. The border pixel is
+    not repeated.
+    """
     last = size - 1
     return last - tf.abs(last - tf.abs(index))
 
@@ -160,16 +162,15 @@ def downsample(images: tf.Tensor, size: int) -> tf.Tensor:
     """Resize by antialiased bilinear resampling: [B, S, S, C] -> [B, size, size, C]."""
     if size == images.shape[1]:
         return images
-    height, channels = images.shape[2:]
-    to_rows = _downsampling_matrix(height, size)
-    # one large product is faster than many small ones, though two of three factors are zeros
-    to_columns = np.kron(to_rows, np.eye(channels)).T
-    columns = tf.matmul(
-        tf.reshape(images, [-1, height * channels]), tf.constant(to_columns, images.dtype)
-    )
-    columns = tf.reshape(columns, [-1, height, size * channels])
-    resized = tf.matmul(tf.constant(to_rows, images.dtype), columns)
-    return tf.reshape(resized, [-1, size, size, channels])
+    side, channels = images.shape[2:]
+    matrix = _downsampling_matrix(side, size)
+    # one product with a large matrix is faster than many small ones, although two thirds of the
+    # matrix are zeros
+    of_all_channels = tf.constant(np.kron(matrix, np.eye(channels)).T, images.dtype)
+    narrow = tf.matmul(tf.reshape(images, [-1, side * channels]), of_all_channels)
+    narrow = tf.reshape(narrow, [-1, side, size * channels])
+    small = tf.matmul(tf.constant(matrix, images.dtype), narrow)
+    return tf.reshape(small, [-1, size, size, channels])
 
 
 @functools.cache

@@ -69,7 +69,7 @@ def read(path: Path, image_size: int) -> np.ndarray:
 
 def resize_all(images: np.ndarray, image_size: int) -> np.ndarray:
     """Resize each image as `to_levels` does: [n, H, W, C] -> [n, image_size, image_size, 3] uint8.
-    Of 1, 3 or 4 channels, a single one is grey, and the fourth is opacity.
+    One channel is grey; a fourth channel is opacity.
     """
     if images.dtype == np.uint8 and images.shape[1:] == (image_size, image_size, 3):
         return images

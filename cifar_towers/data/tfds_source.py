@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 Builder: TypeAlias = Any  # tfds.core.DatasetBuilder; importing TFDS takes seconds
 # builders that number CIFAR-10's classes and do not name them
 UNNAMED = ("cifar10_1", "cifar10_corrupted")
-BATCH_SIZE = 100  # in which images are decoded, on all cores
+BATCH_SIZE = 100  # images that TFDS hands over at once
 
 
 def tfds_directory(data_dir: str = "") -> Path:

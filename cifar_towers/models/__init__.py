@@ -16,23 +16,19 @@ from cifar_towers.models.speednet import speednet
 MODELS: dict[str, Callable[..., keras.Model]] = {
     "cifarnet": cifarnet,
     **{f"resnet{depth}": partial(resnet, depth=depth) for depth in (20, 32, 44, 56, 110)},
-    "speednet93": partial(speednet, widths=(64, 128, 128), head_std=None, logit_divisor=9),
+    "speednet93": partial(speednet, widths=(64, 128, 128)),
+    # the records divide by 256
     "speednet94": partial(
-        speednet, widths=(64, 256, 256), later_activation="silu", momentum=0.5566, logit_divisor=170
-    ),
-    "speednet95": partial(speednet, widths=(128, 384, 384), head_std=None, logit_divisor=9),
-    "speednet96": partial(
         speednet,
-        widths=(128, 384, 512),
-        convs=3,
-        momentum=0.9,
-        head_std=None,
-        logit_divisor=9,
-        residual=True,
+        widths=(64, 256, 256),
+        later_activation="silu",
+        momentum=0.5566,
+        head_std=1.0,
+        logit_divisor=170,
     ),
-    "speednet_proxy": partial(
-        speednet, widths=(32, 64, 64), momentum=0.9, head_std=None, logit_divisor=9
-    ),
+    "speednet95": partial(speednet, widths=(128, 384, 384)),
+    "speednet96": partial(speednet, widths=(128, 384, 512), convs=3, momentum=0.9, residual=True),
+    "speednet_proxy": partial(speednet, widths=(32, 64, 64), momentum=0.9),
 }
 # model -> layer -> factor of its weight loss
 WEIGHT_DECAYS = {"cifarnet": {"local3": 0.004, "local4": 0.004}}

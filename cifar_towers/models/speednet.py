@@ -14,8 +14,8 @@ from cifar_towers.models.layers import Activation, BatchNorm, Conv2D, logits_dty
 
 # 2x2 patches of 3 channels have 12 principal directions, each with both signs
 WHITENING_FILTERS = 24
-# Behind it, a GELU passes on most of what the filters find. The records train it for a few steps,
-# from 0; in this project it then had means of 0.7.
+# It lets a GELU pass on most of what the filters find. The records train it from 0 at the start of
+# a run; trained that way here, its mean was 0.7.
 WHITENING_BIAS = 0.7
 # the first images, from whose patches the filters are computed
 WHITENING_IMAGES = 960
@@ -30,8 +30,8 @@ def speednet(
     convs: int = 2,
     later_activation: str = "gelu",
     momentum: float = 0.6,
-    head_std: float | None = 1.0,
-    logit_divisor: float = 256.0,
+    head_std: float | None = None,
+    logit_divisor: float = 9.0,
     residual: bool = False,
     whitening: np.ndarray | None = None,
 ) -> keras.Model:
@@ -44,14 +44,15 @@ def speednet(
       later_activation: `gelu` or `silu` in the groups; the activation after the whitening is GELU.
       momentum: fraction of the batch norms' moving statistics that each step keeps.
       head_std: initial standard deviation of the head's weights; uniform +-1/sqrt(fan_in) if None.
+      logit_divisor: what the head's outputs are divided by.
       residual: add each group's first activation to the output of its last norm.
       whitening: [2, 2, 3, 24] kernel from `whitening_kernel`; zeros if not given, to be restored
         from a checkpoint.
     """
     options: dict[str, Any] = {"dtype": dtype}
     images = keras.Input((image_size, image_size, 3))
-    frozen = keras.initializers.Constant(0.0 if whitening is None else whitening)
-    x = Whitening(frozen, name="whitening", **options)(images)
+    kernel = keras.initializers.Constant(0.0 if whitening is None else whitening)
+    x = Whitening(kernel, name="whitening", **options)(images)
     x = Activation("gelu", name="whitening_gelu", **options)(x)
 
     conv_options = {
@@ -90,18 +91,19 @@ def speednet(
 
 @keras.saving.register_keras_serializable("cifar_towers")
 class Whitening(keras.layers.Conv2D):
-    """2x2 convolution that whitens image patches, and adds a constant. It is not trained."""
+    """2x2 convolution that whitens image patches and adds a constant; it is not trained."""
 
     def __init__(
         self, kernel_initializer: keras.initializers.Initializer | str = "zeros", **kwargs: Any
     ):
-        fixed = {
+        kwargs = {
             "filters": WHITENING_FILTERS,
             "kernel_size": 2,
             "bias_initializer": keras.initializers.Constant(WHITENING_BIAS),
             "trainable": False,
+            **kwargs,
         }
-        super().__init__(kernel_initializer=kernel_initializer, **(fixed | kwargs))
+        super().__init__(kernel_initializer=kernel_initializer, **kwargs)
 
 
 @keras.saving.register_keras_serializable("cifar_towers")

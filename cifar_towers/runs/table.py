@@ -93,10 +93,7 @@ def describe(run: Run) -> dict[str, Any]:
     result = run.result or {}
     scores = run.scores
     reported = run.reported_score or {}
-    accuracies = {}  # on the reported split, by whether with TTA
-    for score in scores.values():
-        if score["split"] == reported["split"]:
-            accuracies[score["tta"]] = score["accuracy"]
+    split = reported.get("split")
     rates = [record["images_per_sec"] for record in run.history if record.get("images_per_sec")]
     return {
         "run": str(run.directory),
@@ -106,10 +103,10 @@ def describe(run: Run) -> dict[str, Any]:
         "towers": len(environment.get("towers", [])) or None,
         "state": run.state,
         "step": run.step,
-        "split": reported.get("split"),
+        "split": split,
         "weights": reported.get("weights"),
-        "accuracy": accuracies.get(False),
-        "tta_accuracy": accuracies.get(True),
+        "accuracy": scores.get(f"{split}", {}).get("accuracy"),
+        "tta_accuracy": scores.get(f"{split}_tta", {}).get("accuracy"),
         "images_per_sec": result.get("images_per_sec") or (rates[-1] if rates else None),
         "minutes": sum(result["seconds"].values()) / 60 if result else None,
         "revision": environment.get("git_revision"),

@@ -34,8 +34,8 @@ class HardExamples:
     The losses are of a forward pass in training, on the towers, before the proxy's step.
 
     Args:
-      proxy: the proxy's variables. It gets the learning rates of the large net, so that a parameter
-        group that the large net lacks is frozen.
+      proxy: the proxy's variables. It gets the learning rates of the large net. A parameter group
+        that the large net lacks has none, and is not updated.
       update: the proxy's step.
       example_loss: function (labels, logits) -> [b] losses.
       micro_batches, synchronized: as of the proxy's step; see `make_update`.

@@ -153,9 +153,9 @@ def orthogonalize(kernel: tf.Tensor) -> tf.Tensor:
     to 1.
 
     Three Newton-Schulz steps X <- (a I + b A + c A A) X with A = X X^T, from X = kernel / |kernel|,
-    with the shorter side first. All factors are polynomials of the first A, so they commute: they
-    are multiplied with each other, and X with their product only, which takes half as many
-    operations.
+    with the shorter side first. Each factor is a polynomial of the first A, so all of them commute.
+    They are multiplied with each other first, and with X once, which takes half as many operations
+    for a 3x3 convolution.
     """
     a = 3.4576
     b = -4.7391
@@ -164,14 +164,18 @@ def orthogonalize(kernel: tf.Tensor) -> tf.Tensor:
     tall = matrix.shape[0] > matrix.shape[1]
     x = tf.transpose(matrix) if tall else matrix
     x /= tf.norm(x) + 1e-7
+    identity = tf.eye(x.shape[0], dtype=x.dtype)
+
+    def factor_of(gram: tf.Tensor) -> tf.Tensor:
+        return a * identity + b * gram + c * tf.matmul(gram, gram)
 
     gram = tf.matmul(x, x, transpose_b=True)
-    identity = tf.eye(x.shape[0], dtype=x.dtype)
-    product = identity
-    for step in range(3):
-        factor = a * identity + b * gram + c * tf.matmul(gram, gram)
-        product = tf.matmul(factor, product) if step else factor
-        gram = tf.matmul(tf.matmul(factor, gram), factor)  # of factor X
+    factor = factor_of(gram)
+    product = factor
+    for _ in range(2):
+        gram = tf.matmul(tf.matmul(factor, gram), factor)  # the next A
+        factor = factor_of(gram)
+        product = tf.matmul(factor, product)
 
     x = tf.matmul(product, x)
     return tf.reshape(tf.transpose(x) if tall else x, kernel.shape)

@@ -150,8 +150,8 @@ class TrainState:
     # What evaluations and checkpoints need
 
     def evaluated_weights(self) -> tuple[str, list, list]:
-        """Return what evaluations use: `ema` and the averages, if they are kept, or else `raw`,
-        the weights, and the non-trainable values.
+        """Return (name, weights, non-trainable values) for evaluations: `ema` and the averages if
+        the run keeps some, otherwise `raw` and the variables.
         """
         averages = self.ema.averages
         if not averages:

@@ -118,9 +118,9 @@ class TowerStep:
     """A tower's part of the step: augment its shard, then compute losses, gradients and new
     non-trainable values.
 
-    With `state.jit_compile`, XLA compiles the augmentation, and the forward and backward pass. It
-    does not compile an augmentation with a function of the user's, which may use operations that
-    XLA lacks.
+    With `state.jit_compile`, XLA compiles the augmentation, and the forward and backward pass. An
+    augmentation that ends with a function of the user's is not compiled as a whole, as that
+    function may use operations that XLA lacks.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cifar_towers.data import sources, synthetic
+from cifar_towers.data import sources, synthetic, tfds_source
 from cifar_towers.data.dataset import CLASSES
 from cifar_towers.errors import DataError, UsageError
 from tests.helpers.messages import lines_with
@@ -73,10 +73,11 @@ def test_tfds_data_set_with_a_test_split_alone_is_scored_and_not_trained_on(tmp_
         sources.load(source)
 
 
-def test_a_set_of_corrupted_images_has_the_classes_of_cifar10(tmp_path):
-    """TFDS numbers its classes and does not name them."""
+def test_a_set_of_corrupted_images_has_the_classes_of_cifar10(tmp_path, monkeypatch):
+    """TFDS numbers its classes and does not name them. The images come in two batches."""
     import tensorflow_datasets as tfds
 
+    monkeypatch.setattr(tfds_source, "BATCH_SIZE", 3)
     labels = [3, 9, 0, 3]
     columns = {"image": synthetic.make(10, 0, 1).images[:4], "label": labels}
     kinds = {

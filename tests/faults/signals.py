@@ -32,7 +32,7 @@ PHASES = {
     "a step": ("step", 2, runs.STEPS - 2, 0.01),
     "an evaluation": ("evaluation", 1, 3, 0.01),
     "a save": ("save", 1, runs.STEPS // 3 - 1, 0.03),
-    "the final evaluation": ("evaluation", 4, 5, 0.01),  # of raw and of averaged weights
+    "the final evaluation": ("evaluation", 4, 4, 0.01),
     "between steps": ("progress", 1, runs.STEPS, 0.0),
 }
 KILLED_IN = ("loading the data", "the final evaluation")

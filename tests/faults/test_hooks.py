@@ -58,5 +58,5 @@ def test_every_part_is_called_and_every_message_is_printed(tmp_path, monkeypatch
     assert calls["update"] == calls["step"] == STEPS
     assert calls["averaging"] >= 2  # once a trace
     assert calls["progress"] >= STEPS
-    assert calls["evaluation"] >= 2  # of raw and of averaged weights
+    assert calls["evaluation"] == 3  # after steps 2 and 4, and at the end
     assert calls["save"] >= 2

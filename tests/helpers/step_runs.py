@@ -34,9 +34,7 @@ class StepRun:
         self.gradients = None  # of the last step
 
     def rates(self, step=0, rate=None):
-        """Return the recipe's learning rates of a step, or `rate` for all groups that are active in
-        it.
-        """
+        """Return the recipe's learning rates of a step, or `rate` for all groups."""
         rates = self.state.optimizer.learning_rates(step)
         return {
             name: tf.constant(own if rate is None else rate, tf.float32)

@@ -25,7 +25,7 @@ from tests.helpers.example_runs import (
 from tests.helpers.programs import call
 
 HOSTILE = "<script>alert('1')</script><img src=http://evil.example/x.png onerror=\"x()\">&amp;\"'\n"
-RAW = "accuracy, %\ntest"
+PLAIN = "accuracy, %\ntest"
 TTA = "accuracy, %\ntest_tta"
 REPORTED = "accuracy, %\nas reported"
 
@@ -121,7 +121,7 @@ def test_results_of_runs_and_of_groups_are_those_of_their_files(tmp_path, undraw
     for seed, run in enumerate(runs):
         result = read_result(run)
         cells = page.results(run.name)
-        for heading, score in zip((RAW, TTA), result["evaluations"], strict=True):
+        for heading, score in zip((PLAIN, TTA), result["evaluations"], strict=True):
             assert cells[heading] == f"{100 * score['accuracy']:.2f}\nloss {score['loss']:.4f}"
         assert cells["images/s"] == f"{result['images_per_sec']:,.0f}"
         seconds = 540.25 + seed + 2.5 + 21.5
@@ -133,7 +133,7 @@ def test_results_of_runs_and_of_groups_are_those_of_their_files(tmp_path, undraw
         assert cells["weights\nsha256"] == result["weights_sha256"][:8]
 
     means = page.results("speed94\nseeds 0, 1, 2", table=1)
-    for heading, tta in ((RAW, False), (TTA, True)):
+    for heading, tta in ((PLAIN, False), (TTA, True)):
         values = accuracies(runs, tta)
         expected = f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f} % (n=3)"
         assert means[heading.replace(", %", "")] == expected
@@ -157,7 +157,7 @@ def test_mean_is_over_finished_runs(tmp_path, undrawn):
     assert unfinished["steps"] == "7\nunfinished"
     assert unfinished[TTA] == "-"
     assert newest["step"] == 6
-    assert unfinished[RAW].startswith(f"{100 * newest['accuracy']:.2f}\n")
+    assert unfinished[PLAIN].startswith(f"{100 * newest['accuracy']:.2f}\n")
     assert unfinished[REPORTED].endswith("test at step 6")
     assert "at step" not in page.results("s0")[REPORTED]
 

@@ -72,7 +72,7 @@ def test_table_has_every_run_and_its_state(runs, listed):
     assert rows["speed94-seed1"] == row
 
 
-RAW = {"accuracy": 0.93}
+PLAIN = {"accuracy": 0.93}
 AUGMENTED = {"tta": True, "accuracy": 0.94}
 HELD_OUT = {"split": "validation", "accuracy": 0.99}
 
@@ -80,8 +80,8 @@ HELD_OUT = {"split": "validation", "accuracy": 0.99}
 @pytest.mark.parametrize(
     ("scores", "expected"),
     [
-        ([HELD_OUT, HELD_OUT | AUGMENTED, RAW, RAW | AUGMENTED], ("test", "raw", 0.93, 0.94)),
-        ([RAW | {"weights": "ema"}], ("test", "ema", 0.93, None)),
+        ([HELD_OUT, HELD_OUT | AUGMENTED, PLAIN, PLAIN | AUGMENTED], ("test", "raw", 0.93, 0.94)),
+        ([PLAIN | {"weights": "ema"}], ("test", "ema", 0.93, None)),
         ([HELD_OUT], ("validation", "raw", 0.99, None)),
     ],
 )

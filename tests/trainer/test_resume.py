@@ -182,7 +182,7 @@ def test_bfloat16_is_for_the_computation_alone(tmp_path, num_gpus):
 
 
 @pytest.mark.slow
-def test_a_speednet_goes_on_through_its_phases(tmp_path, speednet_run):
+def test_a_speednet_goes_on_through_its_image_sizes(tmp_path, speednet_run):
     """After step 10 the images are larger."""
     directory = stopped_after(9, speednet_run[0], tmp_path / "resumed")
     run(replace(QUICK, num_gpus=2, tta=True), directory)

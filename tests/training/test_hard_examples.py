@@ -55,7 +55,7 @@ def test_training_uses_the_examples_with_the_highest_proxy_losses(
         assert (np.diff(rows) > 0).all()
         assert metrics.updated
         assert both.proxy_metrics.updated
-        results = small.step(number, batch, both.rates(number))
+        results = small.step(number, batch)
         assert results.loss == pytest.approx(both.proxy_metrics.loss, rel=1e-5)
         results = alone.step(number, gather_rows(batch, rows))
         assert results.accuracy == metrics.accuracy

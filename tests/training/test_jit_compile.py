@@ -111,7 +111,7 @@ def test_compiled_towers_equal_one_not_compiled(towers, examples):
 
 
 def traced(towers, examples, name, precision="float32", **settings):
-    """Return the traced functions of a recipe's first image size, while all groups are trained."""
+    """Return the traced functions of a recipe's first image size."""
     config = recipe(name, batch_size=12, **settings)
     return StepRun(towers, examples, config, precision).traced()
 

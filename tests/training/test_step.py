@@ -188,8 +188,8 @@ def test_operations_are_on_their_tower_or_beside_their_variable(towers, examples
     scopes = ("average_gradients", "average_statistics", "apply")
     large = [op for op in made if op.name.split("/")[0] in scopes and is_large(op)]
 
-    # three in each Newton-Schulz step
-    assert sum(op.type == "MatMul" for op in large) >= 3 * 3 * len(kernels)
+    muon_products = [op for op in large if op.type == "MatMul"]
+    assert len(muon_products) == 11 * len(kernels)
 
     used = {op.device[-5:] for op in large} - {""}
     if policy == "cpu":
