@@ -132,21 +132,32 @@ def choose_precision(setting: str, device: str, trained_in: str = "") -> str:
 
 @contextlib.contextmanager
 def _stderr_held_back() -> Iterator[None]:
-    """Drop what any library writes to the process's standard error inside. If an exception ends the
-    block, write it out.
+    """Drop what any library writes to the process's standard error inside. If the block ends with
+    an exception, or the process is ended in it, a child process writes it out.
 
-    TensorFlow's libraries write lines there before they read their log level.
+    TensorFlow's libraries write lines before they read their log level.
     """
     with tempfile.TemporaryFile() as held_back:
         stderr = os.dup(2)
+        outcome, success = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                os.close(success)
+                if not os.read(outcome, 1):  # the parent has closed its end, or is gone
+                    held_back.seek(0)
+                    os.write(stderr, held_back.read())
+            finally:
+                os._exit(0)
+
+        os.close(outcome)
         os.dup2(held_back.fileno(), 2)
         try:
             yield
-        except BaseException:
-            held_back.seek(0)
-            os.write(stderr, held_back.read())
-            raise
+            os.write(success, b"1")
         finally:
+            os.close(success)
+            os.waitpid(child, 0)
             os.dup2(stderr, 2)
             os.close(stderr)
 
