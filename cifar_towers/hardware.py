@@ -173,10 +173,10 @@ def tensorflow_imported() -> Iterator[None]:
     is_terminal = sys.stderr.isatty()
     if is_terminal:
         print("importing TensorFlow ...", end="\r", file=sys.stderr, flush=True)
-    is_quiet = (
-        os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "3"
-    )  # as `cifar_towers/__init__.py` sets it
-    with _stderr_held_back() if is_quiet else contextlib.nullcontext():
+    is_first = "tensorflow" not in sys.modules
+    # as `cifar_towers/__init__.py` sets it
+    is_quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "3"
+    with _stderr_held_back() if is_first and is_quiet else contextlib.nullcontext():
         import keras
         import tensorflow as tf
 
