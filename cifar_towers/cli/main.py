@@ -160,10 +160,10 @@ def evaluate(config: programs.EvaluateConfig) -> None:
       cifar-towers evaluate --train_dir=runs/speed94-seed0 --tta
       cifar-towers evaluate --train_dir=runs/speed94-seed0 --dataset=cifar10_corrupted/fog_3
 
-    NLL is the negative log likelihood, ECE the expected calibration error. With --tta both are of
-    the mean logits. The table's column "most often taken for" names, for each class, the wrong
-    class that most of its images get. --json adds the confusion matrix: rows are true classes,
-    columns predicted ones.
+    NLL is the negative log likelihood, ECE the expected calibration error. With --tta both are
+    computed from the mean logits. The table's column "most often taken for" names, for each class,
+    the wrong class that most of its images get. --json adds the confusion matrix: rows are true
+    classes, columns predicted ones.
     """
     with tensorflow_imported():
         from cifar_towers.inference.evaluate import evaluate_checkpoint, format_evaluation
@@ -180,8 +180,9 @@ def predict(config: programs.PredictConfig) -> None:
 
       cifar-towers predict --train_dir=runs/speed94-seed0 picture.jpg folder/ *.png
 
-    JPEG, PNG, GIF, BMP and WebP, up to 25 megapixels. The model gets the central square, upright,
-    over white where it is transparent, resized to the size of the training images.
+    It reads JPEG, PNG, GIF, BMP and WebP files of up to 25 megapixels. Each picture is rotated by
+    its EXIF tag, cropped to the central square, put on white where it is transparent, and resized
+    to the training size.
     """
     with tensorflow_imported():
         from cifar_towers.inference.predict import predict_images
@@ -208,7 +209,7 @@ def report(config: programs.ReportConfig) -> None:
 
       cifar-towers report runs/one [runs/other ...] [--out=FILE]
 
-    A directory stands for the runs in it. Runs that differ only in the seed are shown as their
+    Name a directory to include every run in it. Runs that differ only in the seed appear as their
     mean, with a band of one standard deviation.
     """
     from cifar_towers.inference.report import render
@@ -226,8 +227,9 @@ def runs(config: programs.RunsConfig) -> None:
       cifar-towers runs                 all below runs/, a line each
       cifar-towers runs 'speed94*'      some of them
 
-    Runs that differ only in the seed are a group: below the table are the mean of its accuracies,
-    their standard deviation and number. If there are two groups, their difference follows.
+    Runs that differ only in the seed form a group. For each group with two or more finished runs,
+    the mean accuracy, the standard deviation and the number of runs are printed below the table. If
+    there are two such groups, their difference follows.
     """
     from cifar_towers.runs import table
 
@@ -246,8 +248,8 @@ def launch(config: programs.LaunchConfig) -> int:
 
       cifar-towers launch --num_workers=2 -- --recipe=speed94 --train_dir=runs/two-workers
 
-    The flags after -- are those of a training. When a worker fails, all restart from the last
-    checkpoint.
+    Flags after -- are flags of `cifar-towers train`. When a worker fails, all are restarted from
+    the last checkpoint, up to --max_restarts times.
     """
     strategy = ["--strategy=multi_worker"] if config.num_workers else []
     training = parse_command_line(TrainConfig, [*config.command, *strategy])

@@ -29,9 +29,8 @@ class TrainedRunConfig(DeviceSettings):
     )
     model: str = setting(
         "",
-        "for a run with your own model: the function that makes it, as "
-        "package.module:function or path/to/file.py:function, which permits the program to "
-        "execute it",
+        "your function that makes the model, if the run has your own, as package.module:function "
+        "or path/to/file.py:function; the program executes it",
         check=check_model,
     )
 
@@ -42,7 +41,9 @@ class ComputeConfig(TrainedRunConfig):
 
     tta: bool = setting(False, "test-time augmentation: mirror images and shifts")
     precision: str = setting(
-        "auto", f"{PRECISION_HELP}; float32 if trained in it", choices=("auto", *PRECISIONS)
+        "auto",
+        f"{PRECISION_HELP}; a run trained in float32 stays in float32",
+        choices=("auto", *PRECISIONS),
     )
 
 
@@ -71,9 +72,9 @@ class EvaluateConfig(ComputeConfig, RunDataConfig):
     )
     num_images: int = setting(0, "number of images to evaluate; 0: all", low=0)
     allow_changed_data: bool = setting(
-        False, "permission to evaluate on images other than those of the run"
+        False, "evaluate even if the images differ from those of the run"
     )
-    json: bool = setting(False, "output as one JSON object and nothing else")
+    json: bool = setting(False, "print one JSON object and nothing else")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,7 @@ class PredictConfig(ComputeConfig):
 
     title = "Prediction"
 
-    json: bool = setting(False, "output as one JSON object per image")
+    json: bool = setting(False, "print one JSON object per image")
     pictures: tuple[str, ...] = setting(
         (),
         "image files and folders",
@@ -113,7 +114,7 @@ class RunsConfig(Settings):
     title = "Table"
 
     runs_dir: str = setting("runs", "directory below which runs are looked for")
-    json: bool = setting(False, "output as one JSON object per run and nothing else")
+    json: bool = setting(False, "print one JSON object per run and nothing else")
     patterns: tuple[str, ...] = setting((), "patterns of names, e.g. 'speed94*'")
 
 
@@ -142,11 +143,14 @@ class LaunchConfig(Settings):
 
     num_workers: int = setting(
         0,
-        "number of workers on this machine; 0: one process, which may be a worker of a cluster",
+        "number of workers to start on this machine; 0: start one process, e.g. one worker of a "
+        "cluster",
         low=0,
         high=1024,
     )
     max_restarts: int = setting(
-        3, "maximum number of restarts; none after exit codes 0, 2, 3 and 4", low=0
+        3,
+        "how often to restart at most; after exit codes 0, 2, 3 and 4 nothing is restarted",
+        low=0,
     )
     command: tuple[str, ...] = setting((), "flags of a training")

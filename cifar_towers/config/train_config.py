@@ -70,7 +70,8 @@ class DeviceSettings(Settings):
     soft_placement: bool = setting(True, "let logical devices stand in for missing GPUs", scope=RUN)
     deterministic: bool = setting(
         False,
-        "compute bit-identical results, or end in TensorFlow's error where it cannot",
+        "give bit-identical results in every run; an operation that cannot ends the run with "
+        "TensorFlow's error",
         scope=EXPERIMENT,
     )
 
@@ -81,31 +82,31 @@ class TowerSettings(DeviceSettings):
 
     num_gpus: int = setting(
         0,
-        "number of towers, in a cluster per worker; 0: one per GPU, or two without GPUs (in a "
-        "cluster one), and fewer if these cannot divide the batch evenly",
+        "number of towers, in a cluster per worker; 0: one per GPU; without GPUs two, in a cluster "
+        "one. If this default cannot divide the batch evenly, fewer are used",
         low=0,
         scope=EXPERIMENT,
     )
     strategy: str = setting(
         "towers",
-        "how devices are used: towers share the batch and the variables; mirrored and multi_worker "
-        "are replicas of tf.distribute, in one process or one per worker",
+        "how towers share the work: towers, all read one set of variables; mirrored, each has a "
+        "copy of them (tf.distribute.MirroredStrategy); multi_worker, the same across several "
+        "processes",
         choices=("towers", "mirrored", "multi_worker"),
         scope=EXPERIMENT,
     )
     variable_placement: str = setting(
         "",
-        "device of the towers' shared variables: cpu, the host; round_robin, one after another on "
-        "the towers in turn, whatever their size; least_loaded, each on the tower that has the "
-        "fewest bytes; default: cpu, or least_loaded for speednets on GPUs; with jit_compile they "
-        "are on the first tower's device",
+        "where the towers' shared variables are: cpu, in host memory; round_robin, on the towers "
+        "in turn; least_loaded, each on the tower with the fewest bytes so far; default: cpu, or "
+        "least_loaded for speednets on GPUs; refused with jit_compile",
         choices=("cpu", "round_robin", "least_loaded"),
         scope=EXPERIMENT,
     )
     batch_statistics: str = setting(
         "mean",
-        "statistics of batch normalization: of each tower's shard, with the mean over the towers "
-        "as moving statistics; or synchronized over the batch",
+        "what batch norm normalizes by: mean, each tower's own shard (moving statistics are "
+        "averaged over the towers); synchronized, the whole batch",
         choices=("mean", "synchronized"),
     )
     micro_batches: int = setting(
@@ -148,14 +149,14 @@ class RunSettings(Settings):
     )
     seeds: str = setting(
         "",
-        "seeds of several runs, e.g. 0,1,2, which are summarized; each run is in train_dir/seed0, "
-        "train_dir/seed1, ..., or in a default directory of its own",
+        "train one run per seed, e.g. 0,1,2, and summarize them; the runs are in train_dir/seed0, "
+        "..., or each in its default directory",
         scope=RUN,
     )
     init_from: str = setting(
         "",
-        "directory of a trained run, whose newest weights this run starts with where name and "
-        "shape are equal",
+        "directory of a trained run to start from: its newest weights, or their moving averages if "
+        "it keeps some, are copied where name and shape are equal",
     )
     epochs: float = setting(8.0, "number of passes over the training set", low=1e-6, high=1e6)
     max_steps: int = setting(
@@ -166,7 +167,7 @@ class RunSettings(Settings):
     )
     target_accuracy: float = setting(
         0.0,
-        "accuracy without TTA, as a fraction, that stops the run at an evaluation; 0: none",
+        "stop at the first evaluation whose accuracy without TTA reaches this fraction; 0: never",
         low=0,
         high=1,
         scope=EXPERIMENT,
@@ -206,13 +207,13 @@ class DataSettings(Settings):
     batch_size: int = setting(1536, "number of examples per step, over all towers", low=1)
     hard_example_pool: int = setting(
         0,
-        "number of examples drawn per step, of which the batch_size with the highest loss under a "
-        "small proxy net are trained on; 0: off",
+        "number of examples drawn per step; the net trains on the batch_size of them with the "
+        "highest loss under a small proxy net; 0: off",
         low=0,
     )
     flip: str = setting(
         "alternating",
-        "mirror training images: at random; or alternating, each image in every other epoch",
+        "which training images are mirrored: none; random; alternating, each in every other epoch",
         choices=("none", "random", "alternating"),
     )
 
@@ -241,8 +242,8 @@ class AugmentationSettings(Settings):
     )
     brightness: float = setting(
         0.0,
-        "largest random change of brightness, in levels of 255; standardize=image takes it away "
-        "again",
+        "largest random change of brightness, in levels from 0 to 255; standardize=image cancels "
+        "it",
         low=0,
     )
     augment: str = setting(
@@ -284,8 +285,8 @@ class OptimizerSettings(Settings):
 
     optimizer: str = setting(
         "momentum",
-        "update rule: momentum, SGD; muon, Muon for kernels but the last, and SGD for the rest; "
-        "adamw, AdamW",
+        "update rule: momentum (SGD); muon (Muon for all kernels except the last, SGD for the "
+        "rest); adamw",
         choices=OPTIMIZERS,
     )
     learning_rate: float = setting(0.1, "peak learning rate", low=0)
@@ -297,16 +298,15 @@ class OptimizerSettings(Settings):
     )
     learning_rate_schedule: str = setting(
         "linear:0=1,100%=0",
-        "factor of the peak rates at epochs or percentages of the run, interpolated (linear:) or "
-        "constant (step:)",
+        "factor of the peak rates by epoch or percentage of the run, e.g. linear:0=1,100%=0 "
+        "(interpolated) or step:0=1,91=0.1 (constant)",
     )
     momentum: float = setting(0.9, "momentum coefficient of SGD", low=0, high=0.9999)
     nesterov: bool = setting(False, "use Nesterov momentum in SGD")
     muon_momentum: float = setting(0.655, "momentum coefficient of Muon", low=0, high=0.9999)
     weight_decay: float = setting(
         0.0,
-        "weight decay at learning_rate; a group with another rate decays by the same fraction per "
-        "step",
+        "weight decay at learning_rate; it is scaled for parameter groups with another rate",
         low=0,
     )
     label_smoothing: float = setting(
@@ -342,7 +342,7 @@ class ReportSettings(Settings):
     )
     summary_every_steps: int = setting(
         100,
-        "steps between summaries, which have scalars ten times as often; 0: only at the last step",
+        "steps between summaries; scalars are written ten times as often; 0: only at the last step",
         low=0,
         scope=RUN,
     )
