@@ -5,6 +5,7 @@ recipes and keywords.
 import dataclasses
 import os
 import sys
+import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -113,19 +114,26 @@ def help_text(config_class: type[Settings], description: str, is_full: bool) -> 
     """Return the description of a program and the help of its flags.
 
     Unless `is_full`, the help of a training shows only the `BASIC` settings. The help of another
-    program leaves out the settings of the devices that are not `BASIC`.
+    program leaves out the settings of the devices that are not `BASIC`. A training's defaults are
+    those of the default recipe.
     """
     fields = flag_settings(config_class)
     shortened = TrainConfig if issubclass(config_class, TrainConfig) else DeviceSettings
     hidden = {field.name for field in dataclasses.fields(shortened)}.difference(BASIC)
     shown = [field for field in fields if is_full or field.name not in hidden]
 
-    parts = [description]
-    parts.append(_define(config_class, shown).get_help(include_special_flags=False).strip())
+    is_training = issubclass(config_class, TrainConfig)
+    defaults = vars(parse_command_line(config_class, [])) if is_training else {}
+    flags = _define(config_class, shown, defaults)
+    parts = [description, flags.get_help(include_special_flags=False).strip()]
     if len(shown) < len(fields):
         parts.append(f"{len(fields) - len(shown)} more flags: --helpfull lists all")
-    if issubclass(config_class, TrainConfig):
-        parts.append(f"Recipes, which set other defaults: {', '.join(recipe_names())}.")
+    if is_training:
+        recipes = ", ".join(recipe_names())
+        parts.append(
+            f"Defaults are those of {DEFAULT_RECIPE}. Others: the recipes ({recipes}), and --model "
+            "without --recipe."
+        )
     parts.append("--flagfile=FILE reads flags from a file, one a line; later flags override them.")
     return "\n\n".join(parts)
 
@@ -141,9 +149,13 @@ def _has_flag(field: dataclasses.Field) -> bool:
 
 
 def _define(
-    config_class: type[Settings], fields: Sequence[dataclasses.Field]
+    config_class: type[Settings],
+    fields: Sequence[dataclasses.Field],
+    defaults: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> absl_flags.FlagValues:
-    """Define a flag for each setting; the help lists it under the title of its section."""
+    """Define a flag for each setting; the help lists it under the title of its section. Settings
+    have their own defaults unless `defaults` has another.
+    """
     flags = absl_flags.FlagValues()
     field: Any
     for field in fields:
@@ -151,7 +163,8 @@ def _define(
         if field.metadata["choices"]:
             text += f" ({'|'.join(field.metadata['choices'])})"
         title = title_of(config_class, field.name)
-        DEFINE[field.type](field.name, field.default, text, flag_values=flags, module_name=title)
+        default = defaults.get(field.name, field.default)
+        DEFINE[field.type](field.name, default, text, flag_values=flags, module_name=title)
     return flags
 
 

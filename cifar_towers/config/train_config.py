@@ -249,7 +249,7 @@ class AugmentationSettings(Settings):
     augment: str = setting(
         "",
         "your own function (images, draws) or (images, labels, draws) of normalized training "
-        "images, as path/to/file.py:function",
+        "images, as package.module:function or path/to/file.py:function",
         check=functools.partial(check_function_name, "augment"),
     )
     contrast: float = setting(
@@ -315,7 +315,7 @@ class OptimizerSettings(Settings):
     loss: str = setting(
         "",
         "your own function (labels, logits) that returns the loss of each example, as "
-        "path/to/file.py:function",
+        "package.module:function or path/to/file.py:function",
         check=functools.partial(check_function_name, "loss"),
     )
     ema_decay: float = setting(

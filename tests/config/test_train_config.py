@@ -149,6 +149,8 @@ def test_short_help_has_what_the_program_is_used_with():
     assert "--[no]deterministic" not in evaluation
 
     training = flags.help_text(TrainConfig, "", is_full=False)
+    shown = re.search(r"--batch_size:.*?default: '(\d+)'", training, re.S)[1]
+    assert int(shown) == parse("--recipe=speed94").batch_size
     assert "--data_dir" not in training
     assert "in a cluster per worker" in " ".join(training.split())
 
