@@ -17,6 +17,14 @@ from cifar_towers.hardware import processor_features
 from cifar_towers.xla import fused
 
 Padding: TypeAlias = Sequence[tuple[int, int]]  # before and after each of the axes [B, H, W, C]
+# of images, the gradient of the output, the kernel's shape and the padding
+KernelGradient: TypeAlias = Callable[
+    [tf.Tensor, tf.Tensor, tf.TensorShape, Padding | str], tf.Tensor
+]
+
+# images of at most so many columns are put side by side, to at most so many columns
+NARROW_COLUMNS = 9
+JOINED_COLUMNS = 80
 
 # pixels of a tile's side, m; with larger ones float32 loses more than a digit or two
 WINOGRAD_TILES = (2, 3, 4)
@@ -32,11 +40,10 @@ def conv2d(
     Many 3x3 filters of many channels are applied in float32 by Winograd's algorithm.
 
     On CPUs, TensorFlow's gradient to the kernel reaches half the speed of the forward pass in
-    bfloat16, and in float32 with AVX2. For kernels of odd size with stride 1 it is computed as h
-    matrix products instead, one for each row of the kernel: the images, shifted by that row and by
-    each of its w pixels side by side, times the gradient of the output. With an explicit `Padding`,
-    the gradient to the images is a convolution with the turned kernel, because TensorFlow's takes
-    up to four times as long.
+    bfloat16, and in float32 with AVX2; with AMX it reaches a tenth if the images are small. Another
+    form is used where `_faster_kernel_gradient` knows one. With an explicit `Padding`, the gradient
+    to the images is a convolution with the turned kernel, because TensorFlow's takes up to four
+    times as long.
     """
     if isinstance(padding, str):
         padding = padding.upper()
@@ -52,35 +59,25 @@ def conv2d(
             width -= width % 2
         return winograd_conv2d(images, kernel, height, width)
 
-    by_products = is_same and _suits_products(images, kernel)
-    if isinstance(padding, str) and not by_products:
+    to_kernel = _faster_kernel_gradient(images, kernel) if is_same else None
+    if isinstance(padding, str) and to_kernel is None:
         return tf.nn.conv2d(images, kernel, 1, padding)
-    return _conv2d_with_faster_gradients(images, kernel, padding, by_products)
+    return _conv2d_with_faster_gradients(
+        images, kernel, padding, to_kernel or _kernel_gradient_of_padded_images
+    )
 
 
 def _conv2d_with_faster_gradients(
-    images: tf.Tensor, kernel: tf.Tensor, padding: Padding | str, by_products: bool
+    images: tf.Tensor, kernel: tf.Tensor, padding: Padding | str, to_kernel: KernelGradient
 ) -> tf.Tensor:
-    """Compute a convolution with stride 1; see `conv2d` for its gradients.
-
-    Args:
-      by_products: compute the gradient to the kernel as matrix products.
-    """
+    """Compute a convolution with stride 1; see `conv2d` for its gradients."""
 
     @tf.custom_gradient
     def convolve(images: tf.Tensor, kernel: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            to_images = _image_gradient(images, upstream, kernel, padding)
-            if by_products:
-                return to_images, _kernel_gradient(images, upstream, kernel.shape, padding)
-            # oneDNN has no EXPLICIT form: 60 times as long in bfloat16
-            padded = tf.pad(images, padding)
-            return to_images, tf.raw_ops.Conv2DBackpropFilter(
-                input=padded,
-                filter_sizes=kernel.shape,
-                out_backprop=upstream,
-                strides=[1] * 4,
-                padding="VALID",
+            return (
+                _image_gradient(images, upstream, kernel, padding),
+                to_kernel(images, upstream, kernel.shape, padding),
             )
 
         return tf.nn.conv2d(images, kernel, 1, padding), gradient
@@ -124,17 +121,27 @@ def _suits_winograd(images: tf.Tensor, kernel: tf.Tensor) -> bool:
     )
 
 
-def _suits_products(images: tf.Tensor, kernel: tf.Tensor) -> bool:
-    """Return whether matrix products are faster for the gradient to the kernel on this processor,
-    by measurement.
+def _faster_kernel_gradient(images: tf.Tensor, kernel: tf.Tensor) -> KernelGradient | None:
+    """Return the form of the gradient to the kernel that is faster than TensorFlow's on this
+    processor, by measurement.
+
+    Returns:
+      None if TensorFlow's is the fastest, and for kernels of even size.
     """
     high, wide, channels, filters = kernel.shape
     if high % 2 == 0 or wide % 2 == 0:
-        return False
+        return None
+
     if images.dtype == tf.bfloat16:
-        return channels >= 128
-    slow = "avx2" in processor_features() and "avx512f" not in processor_features()
-    return images.dtype == tf.float32 and slow and channels >= 24 and filters >= 64
+        if "amx_bf16" in processor_features() and None not in images.shape:
+            is_narrow = images.shape[2] <= NARROW_COLUMNS
+            return _kernel_gradient_side_by_side if is_narrow else None
+        return _kernel_gradient_by_products if channels >= 128 else None
+
+    if images.dtype == tf.float32 and channels >= 24 and filters >= 64:
+        is_slow = "avx2" in processor_features() and "avx512f" not in processor_features()
+        return _kernel_gradient_by_products if is_slow else None
+    return None
 
 
 def _image_gradient(
@@ -159,10 +166,73 @@ def _image_gradient(
     return tf.nn.conv2d(upstream, turned, 1, [(0, 0), *sides, (0, 0)])
 
 
-def _kernel_gradient(
+def _kernel_gradient_of_padded_images(
     images: tf.Tensor, upstream: tf.Tensor, shape: tf.TensorShape, padding: Padding | str
 ) -> tf.Tensor:
-    """Return the gradient of a convolution with stride 1 to its kernel, as matrix products."""
+    """Return the gradient of a convolution with stride 1 to its kernel, by TensorFlow's operation.
+
+    Explicit padding is added beforehand: oneDNN does not have it, which takes 60 times as long in
+    bfloat16.
+    """
+    if not isinstance(padding, str):
+        images, padding = tf.pad(images, padding), "VALID"
+    return tf.raw_ops.Conv2DBackpropFilter(
+        input=images,
+        filter_sizes=shape,
+        out_backprop=upstream,
+        strides=[1] * 4,
+        padding=padding,
+    )
+
+
+def _kernel_gradient_side_by_side(
+    images: tf.Tensor, upstream: tf.Tensor, shape: tf.TensorShape, padding: Padding | str
+) -> tf.Tensor:
+    """Return the gradient of a convolution with stride 1 to its kernel, by TensorFlow's operation
+    on wider images, each of which is several images side by side.
+
+    oneDNN computes it row by row, and with AMX a row of a few pixels takes as long as one of 32.
+    Columns of zeros keep the images apart.
+    """
+    batch, rows, columns, _ = images.shape
+    gap = shape[1] // 2
+    fitting = [n for n in range(1, batch + 1) if n * (columns + gap) <= JOINED_COLUMNS]
+    count = max([n for n in fitting if batch % n == 0], default=1)
+
+    missing = [(0, rows - upstream.shape[1]), (0, columns - upstream.shape[2])]
+    if missing != [(0, 0), (0, 0)]:  # see `even_padding`
+        upstream = tf.pad(upstream, [(0, 0), *missing, (0, 0)])
+
+    return tf.raw_ops.Conv2DBackpropFilter(
+        input=_side_by_side(images, count, gap),
+        filter_sizes=shape,
+        out_backprop=_side_by_side(upstream, count, gap),
+        strides=[1] * 4,
+        padding="SAME",
+    )
+
+
+def _side_by_side(images: tf.Tensor, count: int, gap: int) -> tf.Tensor:
+    """Join every `count` images of [B, H, W, C] to one of [B / count, H, count (W + gap) - gap, C].
+
+    The first image stands beside those that come B / count, 2 B / count, ... images later: parts
+    of the batch are joined without a transposition.
+    """
+    batch, rows, _, channels = images.shape
+    zeros = tf.zeros([batch // count, rows, gap, channels], images.dtype)
+    joined = []
+    for part in tf.split(images, count):
+        joined += [part, zeros]
+    return tf.concat(joined[:-1], 2)
+
+
+def _kernel_gradient_by_products(
+    images: tf.Tensor, upstream: tf.Tensor, shape: tf.TensorShape, padding: Padding | str
+) -> tf.Tensor:
+    """Return the gradient of a convolution with stride 1 to its kernel, as h matrix products, one
+    for each row of the kernel: the images, shifted by that row and by each of its w pixels side by
+    side, times the gradient of the output.
+    """
     high, wide, channels, filters = shape
     sides = (
         [(size // 2, size // 2) for size in (high, wide)]

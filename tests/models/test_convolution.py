@@ -35,20 +35,21 @@ def ops(dtype, channels, device, strides=1, padding="SAME", filters=64):
 GRADIENT_SIZES = [((4, 7, 7), (3, 3)), ((4, 5, 6), (5, 3)), ((4, 2, 2), (3, 5))]
 WINOGRAD_SIZES = [(1, 15, 15), (3, 8, 4), (3, 7, 7), (1, 3, 3), (3, 2, 2)]
 # dtype, channels, filters, the largest error as a part of the largest value
-CASES = [(("bfloat16", 128, 64, 0.01), *sizes) for sizes in GRADIENT_SIZES]
-CASES += [(("float32", 24, 64, 1e-5), *sizes) for sizes in GRADIENT_SIZES]
-CASES += [(("float32", 64, 128, 3e-5), size, (3, 3)) for size in WINOGRAD_SIZES]
+CASES = [("avx2", ("bfloat16", 128, 64, 0.01), *sizes) for sizes in GRADIENT_SIZES]
+CASES += [("amx_bf16", ("bfloat16", 16, 64, 0.01), *sizes) for sizes in GRADIENT_SIZES]
+CASES += [("avx2", ("float32", 24, 64, 1e-5), *sizes) for sizes in GRADIENT_SIZES]
+CASES += [("avx2", ("float32", 64, 128, 3e-5), size, (3, 3)) for size in WINOGRAD_SIZES]
 
 
 def largest_error(values, true):
     return np.abs(tf.cast(values, tf.float64) - true).max()
 
 
-@pytest.mark.parametrize(("layer", "shape", "window"), CASES)
+@pytest.mark.parametrize(("feature", "layer", "shape", "window"), CASES)
 @pytest.mark.parametrize("even", [False, True])
-def test_values_and_gradients_equal_tensorflows(monkeypatch, layer, shape, window, even):
+def test_values_and_gradients_equal_tensorflows(monkeypatch, feature, layer, shape, window, even):
     """The convolution is a SAME one, or one without the last row and column of an odd size."""
-    processor(monkeypatch, "avx2")
+    processor(monkeypatch, feature)
     random = np.random.default_rng(0)
     dtype, channels, filters, rounding = layer
     images, high, wide = shape
@@ -135,10 +136,34 @@ def test_forms_are_used_only_where_they_were_measured_to_be_faster(
         assert (replaced not in types) == faster, arguments
 
 
+@pytest.mark.parametrize(
+    ("feature", "dtype", "columns", "joined"),
+    [  # four images of 7 columns, three of zeros between them
+        ("amx_bf16", tf.bfloat16, 7, 31),
+        ("amx_bf16", tf.bfloat16, 10, 10),
+        ("amx_bf16", tf.float32, 7, 7),
+        ("avx512_bf16", tf.bfloat16, 7, 7),
+    ],
+)
+def test_narrow_images_are_put_side_by_side_with_amx(monkeypatch, feature, dtype, columns, joined):
+    processor(monkeypatch, feature)
+    images = tf.ones([4, 7, columns, 8], dtype)
+    kernel = tf.ones([3, 3, 8, 8], dtype)
+
+    @tf.function
+    def step(images, kernel):
+        return gradients(convolution.conv2d, images, kernel, None)
+
+    operations = step.get_concrete_function(images, kernel).graph.get_operations()
+    (to_kernel,) = [op for op in operations if op.type == "Conv2DBackpropFilter"]
+    assert to_kernel.inputs[0].shape[2] == joined
+
+
 @pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float32])
 @pytest.mark.parametrize(("device", "expected"), [(CPU, b"VALID"), (GPU, b"EXPLICIT")])
-def test_gradient_to_kernel_has_no_explicit_padding_on_cpus(dtype, device, expected):
+def test_gradient_to_kernel_has_no_explicit_padding_on_cpus(monkeypatch, dtype, device, expected):
     """There oneDNN does not have it, and TensorFlow's own takes up to 60 times as long."""
+    processor(monkeypatch, "avx2")
     padding = convolution.even_padding(tf.TensorShape([1, 7, 7, 3]), tf.TensorShape([3, 3, 3, 64]))
     operations = ops(dtype, 3, device, 1, padding)
     to_kernel = [op for op in operations if op.type == "Conv2DBackpropFilter"]
