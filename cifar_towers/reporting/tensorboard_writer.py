@@ -5,8 +5,10 @@ read of them.
 """
 
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -19,6 +21,8 @@ from cifar_towers.training.diagnostics import StepDiagnostics
 
 TRAIN, EVAL = files.EVENT_DIRECTORIES
 NUM_BUCKETS = 30  # of a histogram, as in `tf.summary.histogram`
+# the name of a node that TensorFlow made for a gradient; "^" is before the name of a control input
+GRADIENT_OF_TOWER = re.compile(r"^(\^?)gradient_tape/(tower_\d+)(?=/)")
 HISTOGRAM = histogram_metadata.create_summary_metadata(None, None)
 
 
@@ -75,9 +79,17 @@ class TensorBoardWriter:
     def write_graph(self, function: tf.types.experimental.ConcreteFunction) -> None:
         """Draw a traced step, its towers as boxes, without its library of functions, which would be
         drawn beside it.
+
+        Variables are drawn as a box of their own; TensorFlow has them in the tower that reads them
+        first. Gradients are drawn in their tower, not in "gradient_tape".
         """
         graph = function.graph.as_graph_def(add_shapes=True)
         graph.ClearField("library")
+        variables = _names_of_variables(function.graph)
+        for node in graph.node:
+            node.name = _drawn_name(node.name, variables)
+            for index, name in enumerate(node.input):
+                node.input[index] = _drawn_name(name, variables)
         with self._best_effort, self._writer(TRAIN).as_default(0):
             tf.summary.graph(graph)
 
@@ -97,6 +109,23 @@ class TensorBoardWriter:
         for layer, values in diagnostics.activations.items():
             sparsity[f"sparsity/{layer}"] = np.mean(values == 0)
         self.write(TRAIN, step, sparsity, {"input/augmented": picture}, histograms)
+
+
+def _names_of_variables(graph: Any) -> dict[str, str]:
+    """Return the name by which each variable is drawn, by the name of its node in a traced graph
+    (a `FuncGraph`).
+    """
+    variables = {id(variable.handle): variable.name for variable in graph.variables}
+    names = {}
+    for outside, inside in graph.captures:
+        if id(outside) in variables:
+            path = variables[id(outside)].partition(":")[0]
+            names[inside.op.name] = graph.unique_name(f"variables/{path}")
+    return names
+
+
+def _drawn_name(name: str, variables: Mapping[str, str]) -> str:
+    return variables.get(name) or GRADIENT_OF_TOWER.sub(r"\1\2/gradient_tape", name)
 
 
 def _histogram(values: np.ndarray) -> tf.Tensor:

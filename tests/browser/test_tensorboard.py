@@ -42,14 +42,16 @@ HISTOGRAMS = [
     "gradients/group1_conv1/kernel",
     "gradients/head/kernel",
 ]
-BOXES = ("split_batch", "tower_0", "tower_1", "average_gradients", "apply")
+BOXES = ("split_batch", "variables", "tower_0", "tower_1", "average_gradients", "apply")
 ARROWS = (
     "split_batch--tower_0",
     "split_batch--tower_1",
+    "variables--tower_0",
+    "variables--tower_1",
     "tower_0--average_gradients",
     "tower_1--average_gradients",
 )
-LAYERS = ("group1_conv1", "group3_conv2")  # inside a tower
+LAYERS = ("group1_conv1", "group3_conv2", "gradient_tape")  # inside a tower
 # of HPARAMS: settings and a score
 COLUMNS = ("model", "batch_size", "learning_rate", "accuracy/test_tta")
 
@@ -96,6 +98,8 @@ def test_graphs(show, expect):
         expect(graph.locator(f'g.node.meta[data-name="{box}"] > text.nodelabel')).to_be_visible()
     for arrow in ARROWS:
         expect(graph.locator(f'g.edge[data-edge="{arrow}"]')).to_be_attached()
+    expect(graph.locator('g.edge[data-edge="tower_0--tower_1"]')).to_have_count(0)
+    expect(graph.locator('g.node.meta[data-name="gradient_tape"]')).to_have_count(0)
     page.locator("tf-graph-controls paper-radio-button", has_text="Device").click()
     expect(page.locator("tf-graph-controls")).to_contain_text(
         re.compile(r"CPU:0.*CPU:1", re.DOTALL)

@@ -35,6 +35,34 @@ def test_a_histogram_of_nearly_equal_values_is_written(tmp_path):
     assert buckets[0, 0] == 1
 
 
+def test_towers_share_variables_alone_in_the_graph(tmp_path):
+    """Each has its gradients, also those that TensorFlow names "gradient_tape/tower_0/..."."""
+    weight = tf.Variable([[2.0]], name="weight")
+
+    @tf.function
+    def step(x):
+        gradients = []
+        for tower in ("tower_0", "tower_1"):
+            with tf.name_scope(tower):
+                with tf.GradientTape() as tape:
+                    y = tf.matmul(x, weight)
+                gradients.append(tape.gradient(y, weight))
+        return gradients
+
+    TensorBoardWriter(tmp_path).write_graph(step.get_concrete_function(tf.ones([1, 1])))
+    events = events_of(tmp_path / "train")
+    graph = tf.compat.v1.GraphDef.FromString(events.Graph().SerializeToString())
+
+    inputs = {}
+    for node in graph.node:
+        box = node.name.partition("/")[0]
+        inputs.setdefault(box, set()).update(name.partition("/")[0] for name in node.input)
+    for tower in ("tower_0", "tower_1"):
+        assert inputs[tower] == {tower, "variables", "x"}
+    assert "gradient_tape" not in inputs
+    assert "variables/weight" in [node.name for node in graph.node]
+
+
 def test_a_run_has_its_settings_beside_its_result(tmp_path):
     """Settings of an aborted start at step 0 are removed."""
     TensorBoardWriter(tmp_path / "done").start(SETTINGS | {"lr": 0.5})
