@@ -1,4 +1,4 @@
-"""The commands of docs/: parsed with their files at hand, and run if quick."""
+"""The commands of README and docs/: parsed with their files at hand, and run if quick."""
 
 import glob
 import json
@@ -19,20 +19,25 @@ from tests.helpers.programs import call, make
 from tests.helpers.user_data import write_arrays, write_folder, write_table
 
 ROOT = Path(__file__).parents[2]
-PAGES = [(ROOT / f"docs/{name}.md").read_text() for name in ("training", "your-own", "inference")]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = []
 for page in PAGES:
-    BLOCKS += re.findall(r"^```\w*\n(.*?)^```", page, re.S | re.M)
+    BLOCKS += re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.S | re.M)
 COMMANDS = []
 for block in BLOCKS:
-    COMMANDS += [line for line in block.splitlines() if re.match("(cifar-towers|make) ", line)]
+    COMMANDS += [
+        line for line in block.splitlines() if re.match(r"cifar-towers \w|make train", line)
+    ]
 
-OWN = r"^cifar-towers train .*((mine|mixup)\.py|photos|labels|arrays|init_from)"
-TRAINED = [line for line in COMMANDS if re.search(OWN, line)]
-OWN_NET = [line for line in COMMANDS if "mobilenet.py" in line]  # train, predict, evaluate
 # no download, no large net
-USES = r"^(cifar-towers|make) (evaluate|predict|runs|export)\b(?!.*(cifar10_|mobilenet))"
+USES = r"^cifar-towers (evaluate|predict|runs|export|report)\b(?!.*(cifar10_|mobilenet|runs/plain))"
 USED = [line for line in COMMANDS if re.search(USES, line)]
+TRAINS = (
+    r"^cifar-towers train (?!.*(cifar100|mobilenet|mypackage|profile|runs/plain|runs/slower|help))"
+)
+TRAINED = [line for line in COMMANDS if re.search(TRAINS, line)]
+OWN_NET = [line for line in COMMANDS if "--num_gpus=2" in line and "mobilenet" in line]
+OWN_NET += [line for line in COMMANDS if "--train_dir=runs/net-seed0" in line]
 ONE_STEP = ["--max_steps=1", "--notta", "--precision=float32"]
 PHOTOS = ["--dataset=folder:photos", "--batch_size=128"]
 SMALL = [  # in place of the recipe's net, one that compiles quickly
@@ -128,6 +133,7 @@ def run(command, *more):
 
 @pytest.mark.parametrize("command", USED)
 def test_command_uses_a_run(command, runs, here, capsys):
+    shutil.rmtree("runs/speed94-seed0/export", ignore_errors=True)  # two pages export
     run(command)
     out = capsys.readouterr().out
     assert json.loads(out) if "--json" in command else out
@@ -156,7 +162,39 @@ def test_example_from_python(tmp_path, monkeypatch):
 def test_command_trains_a_step(command, runs, here, tmp_path):
     data = [] if "--dataset=" in command else PHOTOS
     run(command, *SMALL, *ONE_STEP, *data, f"--train_dir={tmp_path}")
-    assert json.loads((tmp_path / "result.json").read_text())["step"] == 1
+    results = list(tmp_path.rglob("result.json"))
+    assert len(results) == (3 if "--seeds=0,1,2" in command else 1)
+    for result in results:
+        assert json.loads(result.read_text())["step"] == 1
+
+
+@pytest.mark.slow
+def test_commands_compare_two_settings(here, capsys):
+    *train, runs, report = block_with("runs/slower").splitlines()
+    small = [flag for flag in SMALL if "--learning_rate" not in flag]
+    for command in train:
+        run(command, *small, *ONE_STEP, *PHOTOS)
+    capsys.readouterr()
+    run(runs)
+    printed = capsys.readouterr().out
+    assert printed.count("(n=3)") == 2
+    assert "plain - slower: " in printed
+    run(report)
+    assert "slower" in Path("report.html").read_text()
+
+
+@pytest.mark.slow
+def test_command_profiles_steps(here):
+    (command,) = [line for line in COMMANDS if "--profile_steps" in line]
+    run(command, *SMALL, *PHOTOS, "--epochs=150", "--notta")
+    assert list(Path("runs/profile/train").rglob("*.xplane.pb"))
+
+
+@pytest.mark.slow
+def test_command_launches_workers(here):
+    (command,) = [line for line in COMMANDS if "--num_workers=2" in line]
+    run(command, *SMALL, *ONE_STEP, *PHOTOS)
+    assert json.loads(Path("runs/two-workers/result.json").read_text())["step"] == 1
 
 
 @pytest.mark.slow
