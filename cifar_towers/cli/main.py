@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 # in a process of its own; flags are appended
 TRAIN_COMMAND = [sys.executable, "-m", "cifar_towers", "train"]
-USAGE = """CIFAR-10 on towers: copies of the model that share each batch, one on each GPU.
+USAGE = """CIFAR-10 on towers: copies of the forward and backward pass that share each batch.
 
 {programs}
 

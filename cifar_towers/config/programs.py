@@ -29,8 +29,8 @@ class TrainedRunConfig(DeviceSettings):
     )
     model: str = setting(
         "",
-        "your function that makes the model, if the run has your own, as package.module:function "
-        "or path/to/file.py:function; the program executes it",
+        "your function that returns the model, if the run trained yours, as "
+        "package.module:function or path/to/file.py:function; the program executes it",
         check=check_model,
     )
 
@@ -55,7 +55,8 @@ class RunDataConfig(TrainedRunConfig):
 
     dataset: str = setting(
         "",
-        "the run's data, as folder:<path>, or another test set; default: as in training",
+        "where the run's data is now, as folder:<path>, or another test set; default: as in "
+        "training",
         check=check_dataset,
     )
     data_dir: str = setting("", "directory of the prepared data sets")
@@ -113,7 +114,7 @@ class RunsConfig(Settings):
 
     title = "Table"
 
-    runs_dir: str = setting("runs", "directory below which runs are looked for")
+    runs_dir: str = setting("runs", "directory to search for runs")
     json: bool = setting(False, "print one JSON object per run and nothing else")
     patterns: tuple[str, ...] = setting((), "patterns of names, e.g. 'speed94*'")
 
@@ -150,7 +151,7 @@ class LaunchConfig(Settings):
     )
     max_restarts: int = setting(
         3,
-        "how often to restart at most; after exit codes 0, 2, 3 and 4 nothing is restarted",
+        "maximum number of restarts; after exit codes 0, 2, 3 and 4 nothing is restarted",
         low=0,
     )
     command: tuple[str, ...] = setting((), "flags of a training")

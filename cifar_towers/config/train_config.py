@@ -70,8 +70,8 @@ class DeviceSettings(Settings):
     soft_placement: bool = setting(True, "let logical devices stand in for missing GPUs", scope=RUN)
     deterministic: bool = setting(
         False,
-        "give bit-identical results in every run; an operation that cannot ends the run with "
-        "TensorFlow's error",
+        "make every run bit-identical; an operation without a deterministic form ends the run "
+        "with TensorFlow's error",
         scope=EXPERIMENT,
     )
 
@@ -82,8 +82,8 @@ class TowerSettings(DeviceSettings):
 
     num_gpus: int = setting(
         0,
-        "number of towers, in a cluster per worker; 0: one per GPU; without GPUs two, in a cluster "
-        "one. If this default cannot divide the batch evenly, fewer are used",
+        "number of towers, per worker in a cluster; 0: one per GPU, or without GPUs two (one per "
+        "worker). If this default cannot divide the batch evenly, fewer are used",
         low=0,
         scope=EXPERIMENT,
     )
@@ -200,7 +200,7 @@ class DataSettings(Settings):
     )
     image_size: int = setting(
         32,
-        "height and width in pixels; the central square of other images is resized",
+        "height and width in pixels; other images are cropped to the central square and resized",
         low=MIN_IMAGE_SIZE,
         high=256,
     )
@@ -234,8 +234,8 @@ class AugmentationSettings(Settings):
     )
     image_size_schedule: str = setting(
         "",
-        "size of training images in pixels from an epoch or percentage on, e.g. 0=24,45%=32; "
-        "empty: image_size",
+        "size of training images in pixels by epoch or percentage of the run, e.g. 0=24,45%=32: 24 "
+        "at first, 32 after 45 %; empty: image_size",
     )
     cutout: int = setting(
         0, "size in pixels of a random square that is blanked in each training image", low=0
@@ -310,7 +310,7 @@ class OptimizerSettings(Settings):
         low=0,
     )
     label_smoothing: float = setting(
-        0.0, "probability spread over all classes in labels", low=0, high=0.9999
+        0.0, "part of a label's probability that is spread over all classes", low=0, high=0.9999
     )
     loss: str = setting(
         "",

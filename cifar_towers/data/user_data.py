@@ -52,7 +52,7 @@ ROWS = (
     "test"
 )
 ARRAYS = (
-    "the arrays must be x_train, y_train, x_test and y_test, and may be x_validation, y_validation "
+    "the arrays must be x_train and y_train, and may be x_test, y_test, x_validation, y_validation "
     "and class_names"
 )
 IMAGES = "images must be uint8, (n, size, size, 3) or (n, size, size), with levels from 0 to 255"

@@ -17,9 +17,10 @@ FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 LOG = sorted((ROOT / "docs/log").glob("*.md"))
 README = FILES[0].read_text()
 PAGES = "".join(path.read_text() for path in FILES)
-# flags of sbatch, tensorboard and TensorFlow, to a hyphen; then those of the benchmark
+# flags of sbatch, tensorboard and TensorFlow, to a hyphen; then those of two programs
 OTHERS = {"job", "logdir", "tf_xla_persistent_cache_directory"}
-OTHERS |= set(re.findall(r'"--(\w+)"', (ROOT / "scripts/benchmark.py").read_text()))
+for program in ("scripts/benchmark.py", "tests/faults/__main__.py"):
+    OTHERS |= set(re.findall(r'"--(\w+)"', (ROOT / program).read_text()))
 CONFIGS = {name: config_class for name, (_, config_class) in PROGRAMS.items()}
 
 MODULES = [
@@ -78,6 +79,16 @@ def test_readme_shows_the_step_as_it_is():
     step = (ROOT / "cifar_towers/training/step.py").read_text()
     assert "average_gradients(" in shown
     assert all(f" {line}\n" in step for line in shown.splitlines())
+
+
+def test_no_figure_stands_on_two_pages():
+    """Accuracies in % and rates in images/s; a page links to the one that states it."""
+    pages = {}
+    for page in FILES:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+        for figure in set(re.findall(r"\b\d\d\.\d+ %|[\d,]+ images/s", text)):
+            pages.setdefault(figure, []).append(page.name)
+    assert {figure: names for figure, names in pages.items() if len(names) > 1} == {}
 
 
 def unknown_flags(text, *config_classes):
