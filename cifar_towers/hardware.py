@@ -9,7 +9,6 @@ import math
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,7 +136,8 @@ def _stderr_held_back() -> Iterator[None]:
 
     TensorFlow's libraries write lines before they read their log level.
     """
-    with tempfile.TemporaryFile() as held_back:
+    # in memory: in a container, no directory may be writable
+    with open(os.memfd_create("stderr"), "w+b") as held_back:
         stderr = os.dup(2)
         outcome, success = os.pipe()
         child = os.fork()
@@ -176,7 +176,8 @@ def tensorflow_imported() -> Iterator[None]:
     is_first = "tensorflow" not in sys.modules
     # as `cifar_towers/__init__.py` sets it
     is_quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "3"
-    with _stderr_held_back() if is_first and is_quiet else contextlib.nullcontext():
+    holds_back = is_first and is_quiet and hasattr(os, "memfd_create")  # on Linux
+    with _stderr_held_back() if holds_back else contextlib.nullcontext():
         import keras
         import tensorflow as tf
 

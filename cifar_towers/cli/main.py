@@ -237,7 +237,9 @@ def runs(config: programs.RunsConfig) -> None:
     if config.json:
         print("\n".join(files.to_json(table.describe(run)) for run in found))
     else:
-        print(table.format_table(found) if found else "no runs")
+        names = " ".join(config.patterns) or "*"
+        nothing = f"no runs: {names} in {config.runs_dir}"
+        print(table.format_table(found) if found else nothing)
         groups = table.summarize_groups(found)
         if groups:
             print("", *groups, sep="\n")

@@ -510,7 +510,7 @@ CONFLICTS: tuple[
     ),
     (
         lambda c: c.batch_statistics == "synchronized" and c.micro_batches != 1,
-        "batch_statistics=synchronized needs the whole batch at once; leave micro_batches",
+        "batch_statistics=synchronized needs the whole batch at once; leave out micro_batches",
     ),
     (
         lambda c: c.jit_compile and c.batch_statistics == "synchronized",

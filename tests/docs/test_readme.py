@@ -17,8 +17,8 @@ FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 LOG = sorted((ROOT / "docs/log").glob("*.md"))
 README = FILES[0].read_text()
 PAGES = "".join(path.read_text() for path in FILES)
-# flags of sbatch, tensorboard and TensorFlow, to a hyphen; then those of two programs
-OTHERS = {"job", "logdir", "tf_xla_persistent_cache_directory"}
+# flags of sbatch, tensorboard, TensorFlow and Docker, to a hyphen; then those of two programs
+OTHERS = {"job", "logdir", "tf_xla_persistent_cache_directory", "init"}
 for program in ("scripts/benchmark.py", "tests/faults/__main__.py"):
     OTHERS |= set(re.findall(r'"--(\w+)"', (ROOT / program).read_text()))
 CONFIGS = {name: config_class for name, (_, config_class) in PROGRAMS.items()}

@@ -101,7 +101,7 @@ def test_runs_are_found_by_pattern_and_are_objects_for_other_programs(runs, list
 
     plain = read_result(runs / "resnet20-seed0")["evaluations"][0]
     assert records[0]["accuracy"] == plain["accuracy"]
-    assert listed(runs, "nothing*") == "no runs\n"
+    assert listed(runs, "nothing*") == f"no runs: nothing* in {runs}\n"
 
     (record,) = listed(runs, "else*", "--json").splitlines()  # of the directory that it is in
     assert json.loads(record)["run"].endswith("elsewhere/speed94-seed9")
