@@ -59,7 +59,7 @@ def draw(runs: Sequence[Run]) -> Figure:
         f"{'; '.join(sorted(machines))}\nlines: without test-time augmentation; stars: with it",
         fontsize=9,
     )
-    axes.set(xlabel="minutes of training", ylabel="test accuracy, %", ylim=(70, 97))
+    axes.set(xlabel="minutes of training", ylabel="test accuracy, %")
     axes.grid(alpha=0.4)
     axes.legend(loc="lower right")
     return figure
