@@ -47,7 +47,7 @@ def conv2d(
     """
     if isinstance(padding, str):
         padding = padding.upper()
-    if strides != 1 or not on_cpu(images):
+    if strides != 1 or not _on_cpu(images):
         return tf.nn.conv2d(images, kernel, strides, padding)
 
     has_known_size = None not in images.shape[1:]
@@ -102,8 +102,7 @@ def even_padding(images: tf.TensorShape, kernel: tf.TensorShape) -> Padding | st
     return [(0, 0), *sides, (0, 0)]
 
 
-def on_cpu(images: tf.Tensor) -> bool:
-    """Return whether a tensor's operations are on a CPU."""
+def _on_cpu(images: tf.Tensor) -> bool:
     return "CPU" in images.device if images.device else not tf.config.list_logical_devices("GPU")
 
 

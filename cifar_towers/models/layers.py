@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cifar_towers.models.convolution import conv2d, even_padding, on_cpu
+from cifar_towers.models.convolution import conv2d, even_padding
 from cifar_towers.towers import all_reduce_mean, num_replicas
 from cifar_towers.xla import fused
 
@@ -228,8 +228,8 @@ class LocalResponseNorm(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable("cifar_towers")
 class Activation(keras.layers.Layer):
-    """GELU, SiLU or ReLU, whose forward and backward pass take one pass through memory each,
-    instead of five, by XLA.
+    """GELU or SiLU, whose forward and backward pass XLA compiles to one pass through memory each,
+    instead of five.
     """
 
     def __init__(self, function: str, **kwargs: Any):
@@ -268,27 +268,9 @@ def _compiled(function: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[tf.Tensor
     return compiled
 
 
-@tf.custom_gradient
-def _relu(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-    output = tf.nn.relu(x)  # which TensorFlow joins with the norm before it
-    return output, lambda upstream: _relu_gradient(upstream, output)
-
-
-def _relu_gradient(upstream: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
-    if upstream.dtype == tf.bfloat16 and on_cpu(upstream):  # twice as fast as TensorFlow's
-        return _fused_relu_gradient(upstream, output)
-    return tf.raw_ops.ReluGrad(gradients=upstream, features=output)
-
-
-@fused
-def _fused_relu_gradient(upstream: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
-    return tf.where(output > 0, upstream, tf.zeros_like(upstream))
-
-
 COMPILED = {
     "gelu": _compiled(lambda x: tf.nn.gelu(x, approximate=False)),
     "silu": _compiled(lambda x: x * tf.nn.sigmoid(x)),
-    "relu": _relu,
 }
 
 
@@ -307,7 +289,7 @@ def _add_relu(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, Callable]:
     output = _fused_add_relu(x, y)
 
     def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        to_sum = _relu_gradient(upstream, output)
+        to_sum = tf.raw_ops.ReluGrad(gradients=upstream, features=output)
         return to_sum, to_sum
 
     return output, gradient

@@ -5,14 +5,7 @@ Source: K. He et al., "Deep Residual Learning for Image Recognition", arXiv 1512
 
 import keras
 
-from cifar_towers.models.layers import (
-    Activation,
-    AddReLU,
-    BatchNorm,
-    Conv2D,
-    PadChannels,
-    logits_dtype,
-)
+from cifar_towers.models.layers import AddReLU, BatchNorm, Conv2D, PadChannels, logits_dtype
 
 
 def resnet(
@@ -28,7 +21,7 @@ def resnet(
     options = {"dtype": dtype}
     images = keras.Input((image_size, image_size, 3))
     x = _conv_norm(images, 16, 1, "stem", options)
-    x = Activation("relu", name="stem_relu", **options)(x)
+    x = keras.layers.ReLU(name="stem_relu", **options)(x)
     for stage in range(3):
         for block in range(blocks):
             stride = 2 if stage > 0 and block == 0 else 1
@@ -47,7 +40,7 @@ def _block(
     if x.shape[-1] != channels:
         shortcut = PadChannels(channels, stride, name=f"{name}_shortcut", **options)(x)
     x = _conv_norm(x, channels, stride, f"{name}_1", options)
-    x = Activation("relu", name=f"{name}_relu1", **options)(x)
+    x = keras.layers.ReLU(name=f"{name}_relu1", **options)(x)
     x = _conv_norm(x, channels, 1, f"{name}_2", options)
     return AddReLU(name=f"{name}_relu2", **options)([x, shortcut])
 

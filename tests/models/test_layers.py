@@ -95,19 +95,6 @@ def test_add_relu_is_the_relu_of_a_sum(dtype):
         np.testing.assert_array_equal(tape.gradient(ours, tensor), tape.gradient(theirs, tensor))
 
 
-@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16])
-def test_relu_and_its_gradient_are_tensorflows(dtype):
-    x = tf.cast(tf.random.stateless_normal([2, 5, 5, 8], [0, 1]), dtype)
-    with tf.GradientTape(persistent=True) as tape:
-        tape.watch(x)
-        ours = COMPILED["relu"](x)
-        theirs = tf.nn.relu(x)
-    upstream = tf.cos(x)
-    gradients = [tape.gradient(y, x, output_gradients=upstream) for y in (ours, theirs)]
-    np.testing.assert_array_equal(ours, theirs)
-    np.testing.assert_array_equal(*gradients)
-
-
 def test_layers_deserialize_from_their_config():
     convolution = Conv2D(6, 3, padding="same", even_output=True)
     norm = BatchNorm(0.5, scale=False)
