@@ -236,10 +236,10 @@ def runs(config: programs.RunsConfig) -> None:
     found = table.find_runs(Path(config.runs_dir), *config.patterns)
     if config.json:
         print("\n".join(files.to_json(table.describe(run)) for run in found))
+    elif not found:
+        print(f"no runs: {' '.join(config.patterns) or '*'} in {config.runs_dir}")
     else:
-        names = " ".join(config.patterns) or "*"
-        nothing = f"no runs: {names} in {config.runs_dir}"
-        print(table.format_table(found) if found else nothing)
+        print(table.format_table(found))
         groups = table.summarize_groups(found)
         if groups:
             print("", *groups, sep="\n")

@@ -171,7 +171,7 @@ def write_nothing(*_):
         ("write_model", write_nothing, {}, OSError, "No space"),
         ("MAX_DIFFERENCE", 1e-4, {"dataset": "folder:/nowhere"}, DataError, "/nowhere"),
         ("MAX_DIFFERENCE", 1e-4, {"out": "."}, UsageError, r"^\. "),
-        ("find_spec", lambda name: None, {}, UsageError, r"tf2onnx: pip .*\[export\]"),
+        ("find_spec", lambda name: None, {}, UsageError, r"tf2onnx: pip install '\.\[export\]'"),
     ],
     ids=["disagrees", "disk full", "no data", "exists", "not installed"],
 )
