@@ -47,13 +47,31 @@ def test_batch_norm_evaluates_with_moving_statistics():
     assert [v.name for v in layer.trainable_variables] == ["beta"]
 
 
-@pytest.mark.parametrize("dtype", [tf.float32, tf.float64])
-def test_local_response_norm_equals_tensorflows(dtype):
-    x = tf.random.normal([2, 4, 4, 64], dtype=tf.float32) * 30
-    witness = tf.nn.local_response_normalization(x, 4, bias=1.0, alpha=0.001 / 9, beta=0.75)
-    ours = LocalResponseNorm(dtype=dtype.name)(tf.cast(x, dtype))
-    assert ours.dtype == dtype
-    np.testing.assert_allclose(ours, witness, rtol=1e-4)
+@pytest.mark.parametrize("xla_runs", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(tf.float32, 1e-4), (tf.float64, 1e-4), (tf.bfloat16, 0.02)]
+)
+def test_local_response_norm_and_its_gradient_equal_tensorflows(monkeypatch, dtype, rtol, xla_runs):
+    monkeypatch.setattr(xla, "xla_runs", lambda: xla_runs)
+    x = tf.cast(tf.cast(tf.random.normal([2, 4, 4, 64], seed=1) * 30, dtype), tf.float32)
+    upstream = tf.cast(tf.cast(tf.random.normal(x.shape, seed=2), dtype), tf.float32)
+
+    def output_and_gradient(norm, x, upstream):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = norm(x)
+        return y, tape.gradient(y, x, upstream)
+
+    def theirs(x):
+        return tf.nn.local_response_normalization(x, 4, bias=1.0, alpha=0.001 / 9, beta=0.75)
+
+    ours = LocalResponseNorm(dtype=dtype.name)
+    results = output_and_gradient(ours, tf.cast(x, dtype), tf.cast(upstream, dtype))
+    witnesses = output_and_gradient(theirs, x, upstream)
+    for result, witness in zip(results, witnesses, strict=True):
+        assert result.dtype == dtype
+        scale = np.abs(witness).max()
+        np.testing.assert_allclose(tf.cast(result, tf.float32), witness, rtol, rtol * scale / 10)
 
 
 @pytest.mark.parametrize("xla_runs", [True, False])
