@@ -31,10 +31,8 @@ from cifar_towers import files
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.flags import parse_command_line
 from cifar_towers.errors import RunError, error_line
-from cifar_towers.hardware import gpu_names
+from cifar_towers.hardware import gpu_names, tensorflow_imported
 from cifar_towers.reporting.records import align_columns, format_rate
-from cifar_towers.reporting.run_logger import describe_machine
-from cifar_towers.towers.placement import PLACEMENTS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 JSON_FILE = "benchmark.json"
@@ -63,7 +61,8 @@ def main() -> None:
     """Run the benchmark that the command line names."""
     args, flags = parse_arguments()
     try:
-        args.benchmark(args, flags)
+        with tensorflow_imported():
+            args.benchmark(args, flags)
     except RunError as error:
         sys.exit(error_line(error))
 
@@ -166,6 +165,8 @@ def default_counts(num_gpus: int) -> list[int]:
 
 def make_cases(counts: Sequence[int], has_gpus: bool) -> list[str]:
     """Return the cases to compare as flags, for each number of towers."""
+    from cifar_towers.towers.placement import PLACEMENTS
+
     cases = []
     for count in counts:
         placements = list(PLACEMENTS)
@@ -303,6 +304,8 @@ def run(command: Sequence[str], **options: Any) -> str:
 
 def write_report(out: Path, config: TrainConfig, gpus: Sequence[str], rates: Rates) -> None:
     """Print the table and the flags of the fastest case; write them as JSON, and the picture."""
+    from cifar_towers.reporting.run_logger import describe_machine
+
     machine = describe_machine()
     kinds_of_gpu = [f"{gpus.count(gpu)} x {gpu}" for gpu in sorted({*gpus})]
     devices = ", ".join([machine["processor"], f"{machine['cores']} cores", *kinds_of_gpu])

@@ -13,18 +13,14 @@ import re
 import sys
 from pathlib import Path
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
+from cifar_towers.hardware import tensorflow_imported
+
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-
-from tests.faults import harness, subjects
-
 MODULES = ("saving", "damage", "fulldisk", "nan_injection", "runs", "signals", "cluster")
 
 
 def main() -> int:
-    """Exit code 0 if there were trials of ours and none failed, else 1."""
+    """Parse the command line, inject faults, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults", description=__doc__.split("\n")[0]
     )
@@ -32,21 +28,33 @@ def main() -> int:
     parser.add_argument("--only", default="", help="regular expression on the names of experiments")
     args = parser.parse_args()
 
+    with tensorflow_imported():
+        return inject_faults(args.only, long=args.long)
+
+
+def inject_faults(only: str, *, long: bool) -> int:
+    """Run the experiments whose names match `only`, and print what came of all trials. Exit code 0
+    if there were trials of ours and none failed, 2 if no name matches, else 1.
+    """
+    from tests.faults import harness, subjects
+
     code = sorted(Path("cifar_towers").rglob("*.py"))
     code += sorted(Path("tests/faults").rglob("*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in code)).hexdigest()[:8]
-    length = "long" if args.long else "quick"
+    length = "long" if long else "quick"
     log = harness.TrialLog(Path("runs/faults", f"{length}-{digest}", "trials.jsonl"))
 
     experiments = []
     for name in MODULES:
         experiments += importlib.import_module(f"tests.faults.{name}").EXPERIMENTS
-    chosen = [experiment for experiment in experiments if re.search(args.only, experiment.name)]
+    chosen = [experiment for experiment in experiments if re.search(only, experiment.name)]
     if not chosen:
-        parser.error(f"--only={args.only} is none of {', '.join(e.name for e in experiments)}")
+        names = ", ".join(experiment.name for experiment in experiments)
+        print(f"--only={only} is none of {names}", file=sys.stderr)
+        return 2
 
     for experiment in chosen:
-        harness.run(experiment, log, long=args.long)
+        harness.run(experiment, log, long=long)
     print(harness.summary(log))
 
     untried = [experiment for experiment in chosen if not log.of(experiment.name, subjects.OURS)]
