@@ -166,7 +166,8 @@ def test_an_abort_while_tensorflow_is_imported_loses_no_message(tmp_path):
     """
     library = "import os\nos.write(2, b'compiled to use AVX2\\n')\nos.abort()\n"
     (tmp_path / "tensorflow.py").write_text(library)
-    code, _, err = finish(start("train", *TINY, PYTHONPATH=f"{tmp_path}:{ROOT}"))
+    flags = [*TINY, f"--train_dir={tmp_path / 'run'}"]
+    code, _, err = finish(start("train", *flags, PYTHONPATH=f"{tmp_path}:{ROOT}"))
 
     assert code == -signal.SIGABRT
     assert "compiled to use AVX2" in err
