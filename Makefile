@@ -38,7 +38,7 @@ setup: .venv/ready  ## install what the programs need into .venv; every other ta
 	$(INSTALL) '.[$*]'
 	@touch $@
 
-train: .venv/ready  ## train CONFIG (speed94) on NUM_GPUS towers, on CIFAR-10 or else synthetic data
+train: .venv/ready  ## train CONFIG (speed94) on NUM_GPUS towers, on CIFAR-10, or offline on synthetic images
 	@$(BIN)/cifar-towers train $(RECIPE) --num_gpus=$(NUM_GPUS) $(ARGS)
 
 runs: .venv/ready  ## list runs and what they reached: ARGS="'speed94*'"
@@ -82,7 +82,7 @@ test-long: .venv/dev-ready  ## run the tests and the slow ones, with whole recip
 test-browser: .venv/dev-ready .venv/browser-ready  ## test TensorBoard and the report in a browser (chromium), with screenshots
 	@$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
-test-gpu: .venv/dev-ready  ## on GPUs: some tests, make bench and speed94; writes the table of docs/gpus.md
+test-gpu: .venv/dev-ready  ## on GPUs: some tests, make bench and speed94; adds a row to docs/gpus.md
 	@$(BIN)/python -m tests.on_gpus $(ARGS)
 
 lint: .venv/dev-ready  ## check style and docstrings (ruff) and types (mypy)
@@ -100,12 +100,12 @@ docs: .venv/docs-ready  ## write the pages of the Python interface, from its doc
 		cifar_towers cifar_towers.towers '!cifar_towers.towers.make_parallel'
 	@echo "written to build/api/; open build/api/index.html"
 
-lock: .venv/dev-ready .venv/browser-ready .venv/docs-ready  ## after make clean: install the newest versions, and write constraints.txt
+lock: .venv/dev-ready .venv/browser-ready .venv/docs-ready  ## install the newest versions and write constraints.txt; run make clean first
 	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev,browser,docs]'
 	@sed -i '/^[^#]/d' constraints.txt
 	$(BIN)/python -m pip freeze --exclude-editable >> constraints.txt
 
-compare: .venv/ready  ## train small runs at REV and at HEAD: are losses and weights the same?
+compare: .venv/ready  ## train small runs at REV and at HEAD, and compare losses and weights
 	@$(BIN)/python scripts/compare.py $(REV) $(ARGS)
 
 faults: .venv/dev-ready  ## inject faults: kill runs, damage files, fill disks (Linux, root, strace)

@@ -65,8 +65,7 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
     if config.seeds or config.strategy == "multi_worker":
         name = "seeds" if config.seeds else "strategy=multi_worker"
         raise UsageError(
-            f"{name} is for the programs; call train for each seed, and start workers by their "
-            "program"
+            f"{name} works only with the command cifar-towers; here, call train once for each seed"
         )
     with _visible_log():
         source, config = locate_data(config)
@@ -112,7 +111,7 @@ def train_run(
     timer = PhaseTimer()  # TensorFlow's import is a part of the start
     with contextlib.ExitStack() as stack:
         if not _is_training.acquire(blocking=False):
-            raise UsageError("a run is trained in this process; train another in its own process")
+            raise UsageError("another run is being trained in this process; start a second process")
         stack.callback(_is_training.release)
         if cluster and cluster.index:  # worker 0 alone writes the run
             unused = tempfile.TemporaryDirectory(prefix=f"cifar_towers-worker{cluster.index}-")

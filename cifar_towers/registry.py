@@ -77,8 +77,7 @@ def check_function_name(setting: str, name: str) -> None:
     """Raise UsageError if the name is neither empty nor that of a function."""
     if name and not split_function(name):
         raise UsageError(
-            f"{setting}={name} is no function; write path/to/file.py:function or "
-            "package.module:function"
+            f"{setting}={name} must be path/to/file.py:function or package.module:function"
         )
 
 
@@ -109,7 +108,8 @@ def find_source(setting: str, name: str) -> Path | None:
         spec = None
     if not spec:
         raise UsageError(
-            f"{setting}={name}: there is no module {source}; or write path/to/file.py:function"
+            f"{setting}={name}: there is no module {source}; for a file, write "
+            "path/to/file.py:function"
         )
     return Path(spec.origin) if spec.has_location and spec.origin else None
 
@@ -204,8 +204,8 @@ def _check_imported(asked: str, path: Path, source: str) -> None:
         beside = folder.joinpath(*module_name.split("."))
         if is_other and (beside.with_suffix(".py").exists() or beside.is_dir()):
             raise UsageError(
-                f"{asked}: Python has imported {file} as {module_name}, a name that {folder} has, "
-                "too; restart Python"
+                f"{asked}: Python has already imported {file} as {module_name}, and {folder} has "
+                "that name too; restart Python"
             )
 
 

@@ -50,10 +50,7 @@ class StopSignals:
                 signal.signal(stop_signal, signal.SIG_IGN)
             time.sleep(REPEAT_SECONDS)
             restore()
-            log.info(
-                f"{signal.Signals(number).name}: saving after this step; send it again to stop at "
-                "once"
-            )
+            log.info(f"{signal.Signals(number).name}: saving after this step; again: stop at once")
 
         for number in self._numbers:
             signal.signal(number, record)

@@ -134,7 +134,9 @@ def finish(step: int, saved: bool, training: "Training") -> dict:
     training.evaluate_now(step, final=True)
     training.note_target(step)
     weights_sha256 = training.state.weights_sha256()
-    difference = training.workers.describe_difference({"weights, as sha256,": weights_sha256})
+    difference = training.workers.describe_difference(
+        {"the SHA-256 of its weights": weights_sha256}
+    )
     if difference:
         raise RunError(f"the workers have trained different weights: {difference}")
     result = {
@@ -150,7 +152,8 @@ def finish(step: int, saved: bool, training: "Training") -> dict:
     training.logger.log_result(result)
     if not saved and not training.save_now(step):  # a last attempt: evaluation took a while
         raise RunError(
-            f"step {step}, the last, could not be saved; make room, then {HOW_TO_RESUME}"
+            f"the last step, {step}, could not be saved; make room on the disk, then "
+            f"{HOW_TO_RESUME}"
         )
     training.logger.write_result(result)
     return result
@@ -323,7 +326,7 @@ class Training:
                 f"{metadata['recipe']['model']}"
             )
         weights = "averaged weights" if prefix == "ema." else "weights"
-        also = f"; new here: {listed(new)}" if new else ""
+        also = f"; not found there, so new: {listed(new)}" if new else ""
         self.log(f"starting with the {weights} of {source} at step {metadata['step']}{also}")
 
     # A step

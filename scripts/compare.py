@@ -6,8 +6,8 @@
   compare.py v1.0 my-branch --runs=mirrored,resume    two revisions, some of the small runs
   compare.py main --keep=revisions                    keeps the runs: a commit trains them once
 
-An argument that is a directory is a run, otherwise it is a revision. Uncommitted changes are left
-out. Exit codes: 0 same, 1 different or failed, 2 usage, 3 a file of a run is damaged.
+An argument that is a directory is a run, otherwise it is a revision. With HEAD, everything must be
+committed. Exit codes: 0 same, 1 different or failed, 2 usage, 3 a file of a run is damaged.
 """
 
 import argparse

@@ -31,16 +31,19 @@ def main() -> None:
 
 
 def draw(runs: Sequence[Run]) -> Figure:
-    """Draw the test accuracies of each run: a line without test-time augmentation, a star with
-    it.
+    """Draw the test accuracies of each run: a line without test-time augmentation, a star with it.
+
+    A run is called as its recipe, or by its directory if another run has the same recipe.
     """
     figure = Figure((8, 4.2), layout="constrained")
     axes = figure.subplots()
+    titles = [run.title for run in runs]
     for run in runs:
         best = run.reported_score
         plain = [r for r in run.evaluations if (r["split"], r["tta"]) == ("test", False)]
         minutes = [record["training_seconds"] / 60 for record in plain]
-        name = f"{run.title}: {100 * best['accuracy']:.2f} %"
+        title = run.title if titles.count(run.title) == 1 else run.name
+        name = f"{title}: {100 * best['accuracy']:.2f} %"
         (line,) = axes.plot(
             minutes, [100 * record["accuracy"] for record in plain], marker="o", label=name
         )

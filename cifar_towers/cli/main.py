@@ -23,13 +23,14 @@ log = logging.getLogger(__name__)
 
 # in a process of its own; flags are appended
 TRAIN_COMMAND = [sys.executable, "-m", "cifar_towers", "train"]
-USAGE = """CIFAR-10 on towers: copies of the forward and backward pass that share each batch.
+USAGE = """Train and use image classifiers on towers, which are copies of the forward and backward
+pass, one per device, that share each batch.
 
 {programs}
 
 cifar-towers <program> --help lists its flags.
-Exit codes: 0 done, 1 failed, 2 usage, 3 data, 4 diverged, 5 a worker was lost,
-130/138/143 interrupted."""
+Exit codes: 0 done, 1 failed, 2 wrong flag or directory, 3 data missing or damaged,
+4 diverged, 5 a worker was lost, 130/138/143 interrupted."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +61,8 @@ def call(name: str, flags: Sequence[str]) -> int:
         return 0
     if name not in PROGRAMS:
         raise UsageError(
-            f"{name!r} is no program; write: cifar-towers <program>, one of {', '.join(PROGRAMS)}"
+            f"there is no program {name!r}; write: cifar-towers <program>, one of "
+            f"{', '.join(PROGRAMS)}"
         )
     program, config_class = PROGRAMS[name]
     config: Any = parse_command_line(config_class, flags, inspect.cleandoc(str(program.__doc__)))
@@ -89,8 +91,8 @@ def train(config: TrainConfig) -> None:
       cifar-towers train --recipe=resnet20 --seeds=0,1,2            another recipe, with three seeds
       cifar-towers train --dataset=folder:photos --batch_size=128   a subfolder for each class
 
-    Without --recipe and --model the recipe is speed94. Other flags override the recipe's settings,
-    wherever they stand. The same command resumes, unless it has --overwrite.
+    Without --recipe and --model the recipe is speed94. Other flags override the recipe, in any
+    order. The same command resumes, unless it has --overwrite.
     """
     if config.seeds:
         return train_seeds(config)
@@ -162,7 +164,7 @@ def evaluate(config: programs.EvaluateConfig) -> None:
 
     NLL is the negative log likelihood, ECE the expected calibration error. With --tta both are
     computed from the mean logits. The table's column "most often taken for" names, for each class,
-    the wrong class that most of its images get. --json adds the confusion matrix: rows are true
+    the class that it is most often confused with. --json adds the confusion matrix: rows are true
     classes, columns predicted ones.
     """
     with tensorflow_imported():
@@ -176,7 +178,7 @@ def evaluate(config: programs.EvaluateConfig) -> None:
 
 
 def predict(config: programs.PredictConfig) -> None:
-    """Print the three most likely classes of each image file, by a checkpoint of a run.
+    """Classify image files with a trained run, and print the three most likely classes of each.
 
       cifar-towers predict --train_dir=runs/speed94-seed0 picture.jpg folder/ *.png
 
@@ -195,8 +197,8 @@ def export(config: programs.ExportConfig) -> None:
 
       cifar-towers export --train_dir=runs/speed94-seed0 --format=saved_model
 
-    uint8 images [B, S, S, 3] of the training's size go in, class probabilities [B, C] come out. The
-    names of the classes are in classes.txt beside it.
+    Its input is uint8 images [B, S, S, 3] of the size in training, its output class probabilities
+    [B, C]. classes.txt beside it lists the names of the classes.
     """
     with tensorflow_imported():
         from cifar_towers.inference.export import export_model
@@ -222,7 +224,7 @@ def report(config: programs.ReportConfig) -> None:
 
 
 def runs(config: programs.RunsConfig) -> None:
-    """List runs with their state and what they reached.
+    """List runs with their state, accuracy and time.
 
       cifar-towers runs                 all below runs/, a line each
       cifar-towers runs 'speed94*'      some of them
@@ -237,7 +239,7 @@ def runs(config: programs.RunsConfig) -> None:
     if config.json:
         print("\n".join(files.to_json(table.describe(run)) for run in found))
     elif not found:
-        print(f"no runs: {' '.join(config.patterns) or '*'} in {config.runs_dir}")
+        print(f"no runs in {config.runs_dir} match {' '.join(config.patterns) or '*'}")
     else:
         print(table.format_table(found))
         groups = table.summarize_groups(found)
@@ -246,7 +248,7 @@ def runs(config: programs.RunsConfig) -> None:
 
 
 def launch(config: programs.LaunchConfig) -> int:
-    """Train with several workers on this machine, one process each, or supervise one process.
+    """Train with several workers on this machine, one process each, or restart one that fails.
 
       cifar-towers launch --num_workers=2 -- --recipe=speed94 --train_dir=runs/two-workers
 
@@ -257,8 +259,7 @@ def launch(config: programs.LaunchConfig) -> int:
     training = parse_command_line(TrainConfig, [*config.command, *strategy])
     if training.overwrite:
         raise UsageError(
-            "a restart would not know what --overwrite has deleted; delete the run's directory "
-            "yourself"
+            "--overwrite would delete the run again at each restart; delete its directory yourself"
         )
     if config.num_workers:
         training.check_shares(max(training.num_gpus, 1) * config.num_workers)

@@ -80,7 +80,7 @@ def parse_command_line(
     ]
     if rest and not without_flag:
         raise UsageError(
-            f"{rest[0]!r} is not a flag; settings are given as --name=value; --help lists them"
+            f"{rest[0]!r} is not a flag; write settings as --name=value; --help lists them"
         )
     settings = flags.flag_values_dict() | {name: tuple(rest) for name in without_flag}
     for name in PATHS:
@@ -127,12 +127,12 @@ def help_text(config_class: type[Settings], description: str, is_full: bool) -> 
     flags = _define(config_class, shown, defaults)
     parts = [description, flags.get_help(include_special_flags=False).strip()]
     if len(shown) < len(fields):
-        parts.append(f"{len(fields) - len(shown)} more flags: --helpfull lists all")
+        parts.append(f"{len(fields) - len(shown)} more flags: --helpfull lists all.")
     if is_training:
         recipes = ", ".join(recipe_names())
         parts.append(
-            f"Defaults are those of {DEFAULT_RECIPE}. Others: the recipes ({recipes}), and --model "
-            "without --recipe."
+            f"These defaults are those of {DEFAULT_RECIPE}. The other recipes ({recipes}), and "
+            "--model without --recipe, have others."
         )
     parts.append("--flagfile=FILE reads flags from a file, one a line; later flags override them.")
     return "\n\n".join(parts)

@@ -23,14 +23,14 @@ class TrainedRunConfig(DeviceSettings):
     step: int = setting(0, "step of the checkpoint; 0: the newest", low=0)
     weights: str = setting(
         "auto",
-        "weights of the checkpoint: raw, as trained; ema, their moving average; auto, the average "
-        "if the run has one",
+        "which weights to use: raw; ema: their moving average; auto: the average if the run has "
+        "one",
         choices=("auto", "raw", "ema"),
     )
     model: str = setting(
         "",
-        "your function that returns the model, if the run trained yours, as "
-        "package.module:function or path/to/file.py:function; the program executes it",
+        "if the run trained your own model: the function that returns it, as "
+        "package.module:function or path/to/file.py:function; the program executes that code",
         check=check_model,
     )
 
@@ -39,7 +39,7 @@ class TrainedRunConfig(DeviceSettings):
 class ComputeConfig(TrainedRunConfig):
     """Settings of a trained model's computation."""
 
-    tta: bool = setting(False, "test-time augmentation: mirror images and shifts")
+    tta: bool = setting(False, "test-time augmentation: mirrored and shifted images")
     precision: str = setting(
         "auto",
         f"{PRECISION_HELP}; a run trained in float32 stays in float32",
@@ -55,11 +55,11 @@ class RunDataConfig(TrainedRunConfig):
 
     dataset: str = setting(
         "",
-        "where the run's data is now, as folder:<path>, or another test set; default: as in "
+        "another test set, or the new place of the run's data, e.g. folder:<path>; default: as in "
         "training",
         check=check_dataset,
     )
-    data_dir: str = setting("", "directory of the prepared data sets")
+    data_dir: str = setting("", "directory of prepared data sets; default: as for a training")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class EvaluateConfig(ComputeConfig, RunDataConfig):
     )
     num_images: int = setting(0, "number of images to evaluate; 0: all", low=0)
     allow_changed_data: bool = setting(
-        False, "evaluate even if the images differ from those of the run"
+        False, "evaluate even if the images have changed since the run began"
     )
     json: bool = setting(False, "print one JSON object and nothing else")
 
@@ -102,7 +102,7 @@ class ExportConfig(RunDataConfig):
     out: str = setting("", "new directory of the export; default: export/<format> in train_dir")
     check: int = setting(
         1000,
-        "number of test images on which the export must agree with the checkpoint; 0: none",
+        "compare the export with the checkpoint on this many test images; 0: do not",
         low=0,
         high=10_000,
     )
@@ -127,7 +127,8 @@ class ReportConfig(Settings):
 
     out: str = setting(
         "",
-        "path of the page; default: report.html in the run's directory, or here for several runs",
+        "file of the page; default: report.html in the directory that you name, or in the current "
+        "one if you name several",
     )
     runs: tuple[str, ...] = setting(
         (),
@@ -151,7 +152,7 @@ class LaunchConfig(Settings):
     )
     max_restarts: int = setting(
         3,
-        "maximum number of restarts; after exit codes 0, 2, 3 and 4 nothing is restarted",
+        "restart at most so many times, and never after exit codes 0, 2, 3 and 4",
         low=0,
     )
     command: tuple[str, ...] = setting((), "flags of a training")

@@ -33,8 +33,8 @@ class SchedulePoints(NamedTuple):
         steps = [to_steps(place, unit) for place, unit in zip(self.places, units, strict=True)]
         if steps != sorted(steps):
             raise UsageError(
-                f"{self.setting}: its places fall on steps {steps} of {length.total}, which are "
-                "not in ascending order"
+                f"{self.setting} must be in ascending order; in this run of {length.total} steps "
+                f"its steps are {steps}"
             )
         return steps
 
@@ -126,6 +126,6 @@ def parse_points(setting: str, text: str, example: str) -> SchedulePoints:
             raise ValueError
     except ValueError:
         raise UsageError(
-            f"{setting}: {text!r} is not a list of place=value, none negative, e.g. {example}"
+            f"{setting}: {text!r} must be pairs of when=value, none negative, e.g. {example}"
         ) from None
     return SchedulePoints(setting, places, relative, values)

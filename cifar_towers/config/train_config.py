@@ -41,7 +41,7 @@ def parse_numbers(setting: str, text: str) -> tuple[int, ...]:
     """Return the different whole numbers in a text: `"0,1,2"` -> (0, 1, 2)."""
     parts = text.split(",") if text else []
     if not all(part.isdecimal() for part in parts) or len(set(map(int, parts))) < len(parts):
-        raise UsageError(f"{setting}={text} is not a list of different whole numbers, e.g. 0,1,2")
+        raise UsageError(f"{setting}={text} must be different whole numbers, e.g. 0,1,2")
     return tuple(map(int, parts))
 
 
@@ -52,8 +52,7 @@ def parse_profile_steps(text: str) -> tuple[int, int] | None:
     first, _, last = text.partition(":")
     if text and not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
         raise UsageError(
-            f"profile_steps={text!r} is not a first and a later last step; write "
-            "--profile_steps=100:110"
+            f"profile_steps={text!r} must be two steps, the first smaller, e.g. 100:110"
         )
     return (int(first), int(last)) if text else None
 
@@ -67,11 +66,16 @@ class DeviceSettings(Settings):
     num_gpus: int = setting(
         0, "number of towers; 0: one per GPU, or two without GPUs", low=0, scope=EXPERIMENT
     )
-    soft_placement: bool = setting(True, "let logical devices stand in for missing GPUs", scope=RUN)
+    soft_placement: bool = setting(
+        True,
+        "if there are fewer GPUs than towers, let several towers share a GPU, or the CPU; "
+        "--nosoft_placement makes that an error",
+        scope=RUN,
+    )
     deterministic: bool = setting(
         False,
-        "make every run bit-identical; an operation without a deterministic form ends the run "
-        "with TensorFlow's error",
+        "on GPUs, give the same bits in every run, as CPUs do without it; an operation without a "
+        "deterministic form is an error",
         scope=EXPERIMENT,
     )
 
@@ -83,36 +87,35 @@ class TowerSettings(DeviceSettings):
     num_gpus: int = setting(
         0,
         "number of towers, per worker in a cluster; 0: one per GPU, or without GPUs two (one per "
-        "worker). If this default cannot divide the batch evenly, fewer are used",
+        "worker), or fewer if so many cannot divide the batch evenly",
         low=0,
         scope=EXPERIMENT,
     )
     strategy: str = setting(
         "towers",
-        "how towers share the work: towers, all read one set of variables; mirrored, each has a "
-        "copy of them (tf.distribute.MirroredStrategy); multi_worker, the same across several "
-        "processes",
+        "towers: all towers read one set of variables; mirrored: each has a copy of them "
+        "(tf.distribute.MirroredStrategy); multi_worker: a copy on each, across several processes",
         choices=("towers", "mirrored", "multi_worker"),
         scope=EXPERIMENT,
     )
     variable_placement: str = setting(
         "",
-        "where the towers' shared variables are: cpu, in host memory; round_robin, on the towers "
-        "in turn; least_loaded, each on the tower with the fewest bytes so far; default: cpu, or "
-        "least_loaded for speednets on GPUs; refused with jit_compile",
+        "where to put the towers' shared variables: cpu: in host memory; round_robin: on the "
+        "towers' devices in turn; least_loaded: on the device that holds the fewest bytes so far; "
+        "default: cpu, or least_loaded for speednets on GPUs; not with --jit_compile",
         choices=("cpu", "round_robin", "least_loaded"),
         scope=EXPERIMENT,
     )
     batch_statistics: str = setting(
         "mean",
-        "what batch norm normalizes by: mean, each tower's own shard (moving statistics are "
-        "averaged over the towers); synchronized, the whole batch",
+        "what batch norm normalizes by: mean: each tower's own part of the batch (moving "
+        "statistics are averaged over the towers); synchronized: the whole batch",
         choices=("mean", "synchronized"),
     )
     micro_batches: int = setting(
         1,
-        "gradient accumulation: number of parts in which each tower computes its share of the "
-        "batch",
+        "split each tower's share of the batch into this many parts, computed one after another, "
+        "to save memory (gradient accumulation)",
         low=1,
     )
     jit_compile: bool = setting(
@@ -133,14 +136,14 @@ class RunSettings(Settings):
 
     recipe: str = setting(
         "",
-        "recipe to train, a file in configs/; default: speed94, unless --model is given",
+        "recipe to train: the name of a file of flags in configs/; default: speed94, unless "
+        "--model is given",
         scope=EXPERIMENT,
     )
     train_dir: str = setting(
         "",
-        "directory of everything the run writes; default: runs/<recipe>-seed<seed>, with "
-        "-<dataset> for other data than CIFAR-10, and -from-<run> for "
-        "init_from",
+        "directory that the run writes to; default: runs/<recipe>-seed<seed>, where other data "
+        "than CIFAR-10 adds -<dataset> to the recipe, and --init_from adds -from-<run>",
         scope=PROCESS,
     )
     overwrite: bool = setting(False, "delete the run in train_dir and start again", scope=PROCESS)
@@ -149,25 +152,27 @@ class RunSettings(Settings):
     )
     seeds: str = setting(
         "",
-        "train one run per seed, e.g. 0,1,2, and summarize them; the runs are in train_dir/seed0, "
-        "..., or each in its default directory",
+        "train one run for each seed, e.g. 0,1,2, and print mean and standard deviation; with "
+        "--train_dir they go to its folders seed0, seed1, ...",
         scope=RUN,
     )
     init_from: str = setting(
         "",
-        "directory of a trained run to start from: its newest weights, or their moving averages if "
-        "it keeps some, are copied where name and shape are equal",
+        "start from the newest weights of the run in this directory, or from their moving averages "
+        "if it keeps some; variables of the same name and shape are copied",
     )
     epochs: float = setting(8.0, "number of passes over the training set", low=1e-6, high=1e6)
     max_steps: int = setting(
         0,
-        "number of steps after which the run stops and is evaluated; 0: no limit",
+        "end the run after so many steps, with its evaluation; schedules still follow --epochs; 0: "
+        "no limit",
         low=0,
         scope=EXPERIMENT,
     )
     target_accuracy: float = setting(
         0.0,
-        "stop at the first evaluation whose accuracy without TTA reaches this fraction; 0: never",
+        "end the run at the first evaluation without TTA that reaches this accuracy, e.g. 0.93; 0: "
+        "never",
         low=0,
         high=1,
         scope=EXPERIMENT,
@@ -192,7 +197,7 @@ class DataSettings(Settings):
     data_dir: str = setting(
         "",
         "directory of prepared data sets, or of CIFAR-10's own files; default: that of TensorFlow "
-        "Datasets",
+        "Datasets, and for CIFAR-10 also Keras's cache and ./data",
         scope=PROCESS,
     )
     validation_examples: int = setting(
@@ -207,13 +212,13 @@ class DataSettings(Settings):
     batch_size: int = setting(1536, "number of examples per step, over all towers", low=1)
     hard_example_pool: int = setting(
         0,
-        "number of examples drawn per step; the net trains on the batch_size of them with the "
-        "highest loss under a small proxy net; 0: off",
+        "draw this many examples per step, and train only on the --batch_size of them on which a "
+        "small proxy net has the highest loss; 0: off",
         low=0,
     )
     flip: str = setting(
         "alternating",
-        "which training images are mirrored: none; random; alternating, each in every other epoch",
+        "mirror training images: none; random; alternating: each in every other epoch",
         choices=("none", "random", "alternating"),
     )
 
@@ -225,7 +230,9 @@ class AugmentationSettings(Settings):
     title = "Data"
 
     shift: int = setting(2, "largest random shift in each direction, in pixels", low=0, high=16)
-    shift_fill: str = setting("reflect", "padding of shifted images", choices=("reflect", "zeros"))
+    shift_fill: str = setting(
+        "reflect", "what fills the border of shifted images", choices=("reflect", "zeros")
+    )
     crop: int = setting(
         0,
         "height and width of the crop in pixels, random in training and central in evaluation; 0: "
@@ -234,22 +241,23 @@ class AugmentationSettings(Settings):
     )
     image_size_schedule: str = setting(
         "",
-        "size of training images in pixels by epoch or percentage of the run, e.g. 0=24,45%=32: 24 "
-        "at first, 32 after 45 %; empty: image_size",
+        "train on smaller images first: sizes in pixels by epoch or percentage of the run, e.g. "
+        "0=24,45%=32 is 24 until 45 % of the run, then 32; empty: always --image_size",
     )
     cutout: int = setting(
         0, "size in pixels of a random square that is blanked in each training image", low=0
     )
     brightness: float = setting(
         0.0,
-        "largest random change of brightness, in levels from 0 to 255; standardize=image cancels "
-        "it",
+        "largest random change of brightness, in levels from 0 to 255; without effect with "
+        "--standardize=image",
         low=0,
     )
     augment: str = setting(
         "",
-        "your own function (images, draws) or (images, labels, draws) of normalized training "
-        "images, as package.module:function or path/to/file.py:function",
+        "call your own function (images, draws) or (images, labels, draws) on the normalized "
+        "training images, after the built-in augmentation: package.module:function or "
+        "path/to/file.py:function",
         check=functools.partial(check_function_name, "augment"),
     )
     contrast: float = setting(
@@ -291,38 +299,45 @@ class OptimizerSettings(Settings):
     )
     learning_rate: float = setting(0.1, "peak learning rate", low=0)
     bias_learning_rate: float = setting(
-        0.0, "peak rate of biases and norms; 0: learning_rate", low=0
+        0.0, "peak rate of biases and norms; 0: the same as --learning_rate", low=0
     )
     head_learning_rate: float = setting(
-        0.0, "peak rate of the last layer's kernel; 0: learning_rate", low=0
+        0.0, "peak rate of the last layer's kernel; 0: the same as --learning_rate", low=0
     )
     learning_rate_schedule: str = setting(
         "linear:0=1,100%=0",
-        "factor of the peak rates by epoch or percentage of the run, e.g. linear:0=1,100%=0 "
-        "(interpolated) or step:0=1,91=0.1 (constant)",
+        "factor of the peak rates by epoch or percentage of the run: linear:0=1,100%=0 falls "
+        "evenly to 0; step:0=1,91=0.1 drops to a tenth after epoch 91",
     )
     momentum: float = setting(0.9, "momentum coefficient of SGD", low=0, high=0.9999)
     nesterov: bool = setting(False, "use Nesterov momentum in SGD")
     muon_momentum: float = setting(0.655, "momentum coefficient of Muon", low=0, high=0.9999)
     weight_decay: float = setting(
         0.0,
-        "weight decay at learning_rate; it is scaled for parameter groups with another rate",
+        "weight decay; for biases and the last layer it is rescaled so that rate times decay is "
+        "the same",
         low=0,
     )
     label_smoothing: float = setting(
-        0.0, "part of a label's probability that is spread over all classes", low=0, high=0.9999
+        0.0,
+        "share of each label's probability to spread evenly over all classes",
+        low=0,
+        high=0.9999,
     )
     loss: str = setting(
         "",
-        "your own function (labels, logits) that returns the loss of each example, as "
+        "train with your own function (labels, logits) that returns the loss of each example: "
         "package.module:function or path/to/file.py:function",
         check=functools.partial(check_function_name, "loss"),
     )
     ema_decay: float = setting(
-        0.0, "decay of the weights' moving average; 0: none", low=0, high=0.999999
+        0.0,
+        "keep a moving average of the weights with this decay per step, and evaluate it; 0: none",
+        low=0,
+        high=0.999999,
     )
     lookahead: bool = setting(
-        False, "replace the weights by a slow average every five steps (Lookahead)"
+        False, "every five steps, set the weights to their slow average (Lookahead)"
     )
 
 
@@ -337,22 +352,25 @@ class ReportSettings(Settings):
     )
     tta: bool = setting(
         False,
-        "at the end also evaluate with test-time augmentation: mirror images and shifts",
+        "at the end also evaluate with test-time augmentation: mirrored and shifted images",
         scope=EXPERIMENT,
     )
     summary_every_steps: int = setting(
         100,
-        "steps between summaries; scalars are written ten times as often; 0: only at the last step",
+        "write histograms and images every so many steps, and scalars ten times as often; 0: only "
+        "at the last step",
         low=0,
         scope=RUN,
     )
     profile_steps: str = setting(
-        "", "steps to profile, e.g. 100:110 for the ten after step 100; empty: none", scope=RUN
+        "",
+        "profile these steps for TensorBoard, e.g. 100:110 for the ten after step 100",
+        scope=RUN,
     )
     checkpoint_every_steps: int = setting(
         0,
-        "steps between checkpoints; 0: every half minute and after evaluations, in at most 1 % of "
-        "the time",
+        "save every so many steps; 0: every half minute and after evaluations, unless that takes "
+        "more than 1 % of the time",
         low=0,
         scope=RUN,
     )
@@ -462,7 +480,7 @@ class TrainConfig(  # dataclasses puts the fields of the last base first
                 larger = smaller + shares
                 nearest = f"{smaller} and {larger}" if smaller else f"{larger}"
                 sharers = count(num_towers, "tower") + parts
-                return f"{name}={size} cannot be shared by {sharers}; {nearest} can"
+                return f"{name}={size} cannot be divided evenly by {sharers}; {nearest} can"
         return ""
 
 
@@ -482,27 +500,27 @@ CONFLICTS: tuple[
 ] = (  # (condition, message that may name settings)
     (
         _has_wrong_sizes,
-        "image_size_schedule={image_size_schedule}: sizes are whole numbers from "
-        f"{MIN_IMAGE_SIZE} to image_size={{image_size}}, which is the last",
+        "image_size_schedule={image_size_schedule}: sizes must be whole numbers from "
+        f"{MIN_IMAGE_SIZE} to image_size={{image_size}}, and end with it",
     ),
     (lambda c: c.crop > c.image_size, "crop={crop} is larger than image_size={image_size}"),
-    (lambda c: c.cutout >= c.net_image_size, "cutout={cutout} covers whole images; give less"),
+    (lambda c: c.cutout >= c.net_image_size, "cutout={cutout} blanks whole images; give less"),
     (
         lambda c: c.crop and c.image_size_schedule,
         "crop and image_size_schedule both set the image size; give one",
     ),
     (
         lambda c: c.loss and c.label_smoothing,
-        "loss={loss} replaces the loss that smooths labels; give --label_smoothing=0",
+        "loss={loss} does not smooth labels; add --label_smoothing=0",
     ),
     (
         lambda c: c.target_accuracy and not c.eval_every_epochs,
-        "target_accuracy is checked at evaluations; give eval_every_epochs too",
+        "target_accuracy is checked at evaluations; add --eval_every_epochs=1",
     ),
     (lambda c: c.seeds and c.seed, "seed={seed} and seeds={seeds} are both given; give one"),
     (
         lambda c: c.seeds and c.overwrite,
-        "overwrite is for one run; delete the directories of seeds={seeds} yourself",
+        "overwrite does not work with seeds={seeds}; delete their directories yourself",
     ),
     (
         lambda c: c.seeds and c.strategy == "multi_worker",
@@ -514,19 +532,21 @@ CONFLICTS: tuple[
     ),
     (
         lambda c: c.jit_compile and c.batch_statistics == "synchronized",
-        "jit_compile cannot compile batch_statistics=synchronized; leave it",
+        "jit_compile cannot compile batch_statistics=synchronized; leave out one of them",
     ),
     (
         lambda c: c.jit_compile and c.variable_placement,
-        "with jit_compile all variables are on the first tower's device; leave variable_placement",
+        "with jit_compile all variables are on the first tower's device; leave out "
+        "variable_placement",
     ),
     (
         lambda c: c.strategy != "towers" and c.variable_placement not in ("", "cpu"),
-        "variable_placement={variable_placement} is for strategy=towers",
+        "variable_placement={variable_placement} works only with strategy=towers; leave it out",
     ),
     (
         lambda c: c.strategy != "towers" and c.hard_example_pool,
-        "hard_example_pool={hard_example_pool} is for strategy=towers",
+        "hard_example_pool={hard_example_pool} works only with strategy=towers; add "
+        "--hard_example_pool=0",
     ),
 )
 

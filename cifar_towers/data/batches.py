@@ -68,7 +68,10 @@ class Batches:
     ):
         count = len(split.labels)
         if batch_size > count:
-            raise UsageError(f"a batch of {batch_size} is more than the {count} training examples")
+            raise UsageError(
+                f"a step draws {batch_size} examples, and there are only {count} for training; "
+                "give a smaller --batch_size or --hard_example_pool"
+            )
         self.batch_size = batch_size
         self.steps_per_epoch = count // batch_size
         self.seed = seed

@@ -99,8 +99,8 @@ def _decode(name: str, data_dir: str) -> Split:
             log.warning("%s is not used: %s", copy, error_line(error))
     if not is_prepared(directory) and not _host_answers():
         raise DataError(
-            f"CIFAR-10's {name} split: there is none in {directory}, and {SOURCE_HOST} does not "
-            f"answer; put {ARCHIVE} there"
+            f"CIFAR-10's {name} split is not in {directory}, and {SOURCE_HOST} does not answer; "
+            f"put {ARCHIVE} into that directory"
         )
     try:
         stored = tfds_source.load(BUILDER.replace("/", ":"), directory, 32, [name])[name]

@@ -115,8 +115,8 @@ class Dataset(NamedTuple):
         if changed:
             raise DataError(
                 f"{directory} was trained on other {' and '.join(changed)} images than "
-                f"{self.name} has now; put the images back as they were, or give another "
-                "--train_dir, or --overwrite"
+                f"{self.name} has now; give the --dataset of the run with its images as they were, "
+                "another --train_dir, or --overwrite"
             )
 
 

@@ -70,14 +70,16 @@ def load(name: str, directory: Path, image_size: int, wanted: Sequence[str]) -> 
         image = _find_feature(builder.info, tfds.features.Image)
         label = _find_feature(builder.info, tfds.features.ClassLabel)
         if not builder.is_prepared():
-            log.info("preparing %s in %s", name, directory)
+            log.info("downloading and preparing %s in %s", name, directory)
             builder.download_and_prepare()
         names = _split_names(builder.info.splits, wanted)
         splits = {}
         for part, split in names.items():
             splits[part] = _read(builder, split, image, label, image_size)
         if "test" in wanted and "test" not in names and "train" in splits:
-            log.info("dataset=%s: it has no test split, so a fifth of each class is one", name)
+            log.info(
+                "dataset=%s: no test split, so a fifth of each class is held out as test", name
+            )
             splits["train"], splits["test"] = hold_out(splits["train"])
             splits = {part: splits[part] for part in wanted if part in splits}
     except Exception as error:
@@ -103,8 +105,7 @@ def _find_feature(info: Any, feature_class: type) -> str:
         names = supervised
     if len(names) != 1:
         raise DataError(
-            "images with one class each are needed, and its features are "
-            f"{', '.join(info.features)}"
+            f"images with one class each are needed; its features are {', '.join(info.features)}"
         )
     return names[0]
 

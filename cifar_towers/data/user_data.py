@@ -24,7 +24,7 @@ from cifar_towers.data.dataset import (
     log_line,
     moments,
 )
-from cifar_towers.errors import DataError, error_text, listed, printable
+from cifar_towers.errors import DataError, count, error_text, listed, printable
 from cifar_towers.registry import CSV, FOLDER, NPZ
 
 
@@ -48,8 +48,8 @@ COLUMNS = (
     "the columns of the first line must be file,label or file,label,split, with commas, in UTF-8"
 )
 ROWS = (
-    "each row must have a value for each column, another file, and the split train, validation or "
-    "test"
+    "each row must have a value for each column, a file that no other row has, and the split "
+    "train, validation or test"
 )
 ARRAYS = (
     "the arrays must be x_train and y_train, and may be x_test, y_test, x_validation, y_validation "
@@ -84,7 +84,7 @@ def locate(prefix: str, root: Path) -> Callable[[int, Sequence[str]], dict[str, 
             if not len(items):
                 raise ValueError(f"{name} has no images")
         if "train" in splits and "test" not in splits:
-            log_line(f"{prefix}{root}: there is no test split, so a fifth of each class is one")
+            log_line(f"{prefix}{root}: no test split, so a fifth of each class is held out as test")
             splits["train"], splits["test"] = _hold_out(*splits["train"])
         if "train" in splits:
             _check_every_class_is_trained(class_names, splits["train"])
@@ -176,7 +176,7 @@ def _scan_folder(root: Path) -> Scanned:
     split_folders = {folder.name: folder for folder in folders if folder.name in SPLITS}
     beside = [folder.name for folder in folders if folder.name not in SPLITS]
     if split_folders and beside:
-        raise ValueError(f"{listed(beside)} is beside the folder of a split; {LAYOUT}")
+        raise ValueError(f"{listed(beside)} stands beside train, validation or test; {LAYOUT}")
     if not split_folders:
         split_folders = {"train": root}
 
@@ -191,14 +191,14 @@ def _scan_folder(root: Path) -> Scanned:
         for folder in class_folders:
             deeper, entries = _list_entries(folder)
             if deeper:
-                raise ValueError(f"{deeper[0]} is a folder in the folder of a class; {LAYOUT}")
+                raise ValueError(f"{deeper[0]} is a folder inside a class; {LAYOUT}")
             pictures = [path for path in entries if image_files.is_picture(path)]
             left_out |= {*entries}.difference(pictures)
             files[split] |= dict.fromkeys(pictures, folder.name)
 
     if left_out:
-        why = "hidden, of another type, or in no folder of a class"
-        log_line(f"folder:{root}: {len(left_out)} left out: {why}")
+        why = "hidden, not pictures, or outside the folder of a class"
+        log_line(f"folder:{root}: {count(len(left_out), 'file')} ignored: {why}")
     return _number_classes(files, classes)
 
 
@@ -256,7 +256,8 @@ def _number_classes(
         unknown = sorted({_composed(name) for name in names}.difference(class_names))
         if unknown:
             raise ValueError(
-                f"{split} has the classes {listed(unknown)}, and train only {listed(class_names)}"
+                f"{split} has classes that train lacks: {listed(unknown)}; train has "
+                f"{listed(class_names)}"
             )
 
     numbers = {name: number for number, name in enumerate(class_names)}
@@ -296,7 +297,8 @@ def _scan_arrays(path: Path) -> Scanned:
             names = np.arange(int(labels.max()) + 1)
         if labels.min() < 0 or labels.max() >= len(names):
             raise ValueError(
-                f"y_{split} is {labels.min()} to {labels.max()}, of {len(names)} classes; {LABELS}"
+                f"y_{split} has labels from {labels.min()} to {labels.max()}, and there are "
+                f"{len(names)} classes; {LABELS}"
             )
 
         rows = [ArrayRow(index, levels) for index, levels in enumerate(images)]
@@ -329,7 +331,7 @@ def _check_arrays(split: str, images: np.ndarray, labels: np.ndarray) -> None:
     is_image = images.dtype == np.uint8 and is_square and has_colors and images.max() >= 2
     if not is_image:
         raise ValueError(
-            f"x_{split} is {images.dtype} {images.shape}, up to {images.max()}; {IMAGES}"
+            f"x_{split} is {images.dtype} {images.shape} with values up to {images.max()}; {IMAGES}"
         )
     if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
         raise ValueError(f"y_{split} is {labels.dtype} {labels.shape}; {LABELS}")

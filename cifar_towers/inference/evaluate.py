@@ -79,7 +79,7 @@ def _number_labels(split: Split, trained: TrainedModel) -> Split:
 
 def format_evaluation(record: dict[str, Any]) -> str:
     """Return what `evaluate_checkpoint` returned as lines and a table of the classes."""
-    changed = " (another set than in training)" if record["changed_data"] else ""
+    changed = " (other data than in training)" if record["changed_data"] else ""
     lines = [
         f"{record['train_dir']} at step {record['step']}: {record['dataset']} "
         f"{record['split']}{changed}, {record['weights']} weights, {describe_tta(record['tta'])}, "

@@ -60,8 +60,8 @@ class TrainedModel:
         settings = TrainConfig(**self.run.config)
         if settings.user_model and not config.model:
             raise UsageError(
-                f"{self.run.directory} has your own model, code that must be executed; if "
-                f"you trust it, give --model={settings.model}, or the path where it is now"
+                f"{self.run.directory} trained your own model, whose code must be executed; if you "
+                f"trust it, add --model={settings.model}, or the path where it is now"
             )
         if config.weights == "ema" and not settings.ema_decay:
             raise UsageError(
@@ -88,9 +88,9 @@ class TrainedModel:
         finish_restoring(self.model)
         if not is_code_unchanged(self.config, saved_code(self.metadata), ["model"]):
             log.warning(
-                "%s was trained with other code than that of model=%s",
-                self.run.directory,
+                "the code of model=%s has changed since %s was trained",
                 self.config.model,
+                self.run.directory,
             )
         self._classifier = Classifier(self.model, towers, self.augmentation)
 
@@ -105,7 +105,7 @@ class TrainedModel:
         found = self._classifier.logits(images, weights, non_trainable, tta)
         logits = found.tta if tta else found.plain
         if not np.isfinite(logits).all():
-            raise DataError(f"{self.run.directory} gives some images logits that are not finite")
+            raise DataError(f"{self.run.directory} has NaN or infinite logits for some images")
         return logits
 
     def probabilities(self, images: np.ndarray, tta: bool = False) -> np.ndarray:

@@ -61,7 +61,7 @@ def build_model(
     new = {id(variable) for variable in created}
     old = [variable.path for variable in functional.variables if id(variable.value) not in new]
     if old:
-        raise UsageError(f"--model must make a new net in each call, and {old[0]} was made before")
+        raise UsageError(f"--model must make a new net in each call; {old[0]} existed before it")
     return functional
 
 
@@ -87,7 +87,7 @@ def check_model(
     norm = synchronized_norm(model)
     if norm and not synchronized:
         raise UsageError(
-            f"--model has the synchronized layer {norm}; give --batch_statistics=synchronized"
+            f"--model has the synchronized layer {norm}; add --batch_statistics=synchronized"
         )
 
     changed = _trace_training(model, image_size)
@@ -98,8 +98,8 @@ def check_model(
     statistics = [v.path for v in changed if "float" in v.dtype and id(v) not in of_norms]
     if synchronized and statistics:
         raise UsageError(
-            f"--batch_statistics=synchronized does not reach {statistics[0]}, of no "
-            "BatchNormalization"
+            f"--batch_statistics=synchronized cannot synchronize {statistics[0]}, which is not in "
+            "a BatchNormalization; leave it out"
         )
     _check_outputs(model, image_size)
 
@@ -114,7 +114,7 @@ def _check_variables(model: Functional) -> None:
         )
     narrow = [v.path for v in model.variables if _is_narrow(tf.as_dtype(v.dtype))]
     if narrow:
-        raise UsageError(f"--model rounds {narrow[0]} to 16 bits; leave out the layer's dtype")
+        raise UsageError(f"--model stores {narrow[0]} in 16 bits; leave out the layer's dtype")
     constrained = [v.path for v in model.trainable_variables if v.constraint]
     if constrained:
         raise UsageError(f"--model has a constraint on {constrained[0]}; leave it out")
@@ -149,8 +149,8 @@ def _check_outputs(model: Functional, image_size: int) -> None:
     apart = np.concatenate([evaluate(image[None]) for image in images])
     if np.abs(together - apart).max() > MIXING_TOLERANCE * np.abs(apart).max():
         raise UsageError(
-            "--model mixes the images of a batch in evaluations, so that a prediction depends on "
-            "the other images; give its layers moving averages for evaluations"
+            "--model predicts something else for an image in an evaluation when the rest of the "
+            "batch changes; with training=False, its layers must use moving averages"
         )
 
 
@@ -191,7 +191,8 @@ def _trace_training(model: Functional, image_size: int) -> list[keras.Variable]:
     lost = [variable.path for variable in changed if variable.trainable]
     if lost:
         raise UsageError(
-            f"--model trains {lost[0]} and also changes it in a call, which would be lost"
+            f"--model changes the trainable {lost[0]} in its call, which would be lost; set "
+            "trainable=False, or leave the change out"
         )
     weights = zip(model.trainable_variables, gradients, strict=True)
     untrained = [weight.path for weight, gradient in weights if gradient is None]

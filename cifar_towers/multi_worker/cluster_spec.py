@@ -60,8 +60,8 @@ class Workers:
         for worker, other in enumerate(others, 1):
             for name, value in expected.items():
                 if other.get(name) != value:
-                    theirs = f"{self.name(worker)} has {name} {other.get(name)}"
-                    return f"{theirs}, worker 0 has {value}"
+                    theirs = f"{name} is {other.get(name)} on {self.name(worker)}"
+                    return f"{theirs} and {value} on worker 0"
         return ""
 
 
@@ -80,14 +80,14 @@ def resolve_cluster(environment: Mapping[str, str]) -> Workers:
         addresses, index = _from_slurm(environment)
     else:
         raise UsageError(
-            "strategy=multi_worker needs to know its workers; start it with srun, or set "
-            f"TF_CONFIG='{EXAMPLE}'"
+            "strategy=multi_worker needs to know its workers; start them with cifar-towers launch "
+            f"--num_workers=2 -- ..., with srun, or with TF_CONFIG='{EXAMPLE}'"
         )
     is_cluster = len(set(addresses)) == len(addresses) >= 2
     if not is_cluster or not 0 <= index < len(addresses):
         raise UsageError(
-            f"worker {index} of [{', '.join(addresses)}]: a cluster has two or more workers, each "
-            "at its own host:port; their indices begin at 0"
+            f"index {index} of [{', '.join(addresses)}] is no worker of a cluster, which has two "
+            "or more, each at its own host:port; their indices begin at 0"
         )
     return Workers(tuple(addresses), index)
 

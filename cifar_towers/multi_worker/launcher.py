@@ -101,8 +101,8 @@ def _start_all(command: Sequence[str], count: int) -> list[Started]:
     gpus = _gpus()
     if 0 < len(gpus) < count:
         raise UsageError(
-            f"num_workers={count} needs a GPU for each, and this machine has {len(gpus)}; give "
-            "fewer workers, or set CUDA_VISIBLE_DEVICES= to train on CPUs"
+            f"num_workers={count} needs one GPU per worker, and this machine has {len(gpus)}; "
+            "start fewer workers, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
     workers = []
     for index in range(count):

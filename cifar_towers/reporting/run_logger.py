@@ -115,8 +115,8 @@ class RunLogger:
         images = count(len(dataset.train.labels), "training image")
         steps = count(self.length.last, "step")
         self.log(
-            f"{dataset.name}: {images}; {steps} of {config.batch_size}{hardest}, "
-            f"{self.length.steps_per_epoch} per epoch; writing to {config.directory}"
+            f"{dataset.name}: {images}; {steps} of {config.batch_size:,} images{hardest}, "
+            f"{self.length.steps_per_epoch} steps per epoch; writing to {config.directory}"
         )
 
     def open(self, step: int) -> None:
@@ -267,7 +267,7 @@ class RunLogger:
         accuracy = float(np.mean([metrics.accuracy for metrics in counted]))
         self.progress.epoch(self._status(step, loss, accuracy, main_rate(rates)))
         if len(self._epoch) <= (step - 1) % self.length.steps_per_epoch:
-            self.log(f"  mean of {count(len(self._epoch), 'step')}, since the resume")
+            self.log(f"  (mean of the {count(len(self._epoch), 'step')} since the resume)")
         for score in scores:
             self.log(f"  {describe_score(score)}")
         self._epoch = []
@@ -340,7 +340,7 @@ class RunLogger:
         if result["failed_saves"]:
             self.log(f"{count(result['failed_saves'], 'checkpoint')} could not be saved when due")
         if result["skipped_steps"]:
-            self.log(count(result["skipped_steps"], "skipped step"))
+            self.log(f"skipped {count(result['skipped_steps'], 'step')} with NaN or infinity")
         self._write_unwritten()
         with files.BestEffortWrites(self.directory / files.RESULT):
             files.write_json(self.directory / files.RESULT, result)

@@ -155,7 +155,7 @@ def open_run(config: TrainConfig) -> Iterator[RunDirectory]:
             raise UsageError(f"train_dir={path} cannot be written: {error_text(error)}") from error
         if not is_locked:
             raise UsageError(
-                f"another process trains in {path}; end it, or give another --train_dir"
+                f"another process is training in {path}; stop it, or give another --train_dir"
             )
         _check_is_run(path, config.overwrite)
         run = RunDirectory(config, None if config.overwrite else _read_newest(path))
@@ -176,7 +176,8 @@ def _check_is_run(path: Path, overwrite: bool) -> None:
     has_checkpoints = any(name.startswith("step-") for name in names)
     if others and not (files.METRICS in names or has_checkpoints):
         raise UsageError(
-            f"train_dir={path} holds {others[0]}, which is of no run; give another --train_dir"
+            f"train_dir={path} contains {others[0]}, which is no file of a run; give another "
+            "--train_dir"
         )
     if files.RESULT in names and not has_checkpoints and not overwrite:
         raise UsageError(
@@ -258,7 +259,8 @@ def assign(variables: Mapping[str, Any], values: Mapping[str, np.ndarray], direc
     differing = describe_differences(saved, wanted)
     if differing:
         raise UsageError(
-            f"{directory} is of another model: {listed(differing, 2)}; give another --train_dir"
+            f"{directory} was trained with another model: {listed(differing, 2)}; give another "
+            "--train_dir"
         )
     for name, variable in variables.items():
         variable.assign(values[name])

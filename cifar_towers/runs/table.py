@@ -32,7 +32,7 @@ COLUMNS = (
     "minutes",
 )
 NOTE = """accuracy, tta_accuracy: without and with test-time augmentation
-minutes: with start, compilation and evaluation; what a kill lost is not counted"""
+minutes: with start, compilation and evaluation, without time that a kill lost"""
 
 
 def find_runs(root: Path, *patterns: str) -> list[Run]:
@@ -47,7 +47,8 @@ def find_runs(root: Path, *patterns: str) -> list[Run]:
     """
     if not root.is_dir():
         raise UsageError(
-            f"there is no directory {root}; give one that holds runs, as --runs_dir, or train first"
+            f"there is no directory {root}; name the one with your runs as --runs_dir, or train "
+            "first"
         )
     directories = sorted(path.parent for path in root.rglob(files.CONFIG))
     runs = [Run(directory, str(directory.relative_to(root))) for directory in directories]
@@ -167,7 +168,7 @@ class Group(NamedTuple):
         described = f"seed {seeds}" if len(self.runs) == 1 else f"seeds {seeds}"
         if not self.left_out:
             return described
-        return f"{described} without {', '.join(self.left_out)}, whose seed counts once"
+        return f"{described} (left out: {', '.join(self.left_out)}, of the same seed)"
 
 
 def group_by_recipe(runs: Sequence[Run]) -> list[Group]:
@@ -264,7 +265,7 @@ def _compare_two(one: Group, other: Group) -> str:
     score = shared_score(runs)
     trained = {(run.step, str(run.environment.get("data_sha256"))) for run in runs}
     if not score or len(trained) > 1:
-        return f"{title}: not subtracted, as their numbers of steps or their data differ"
+        return f"{title}: not compared, as their numbers of steps or their data differ"
 
     difference = describe_difference(one.means[score], other.means[score])
     parts = [f"{title}: {difference}", score]

@@ -152,8 +152,8 @@ class ParallelModel(keras.Model):
             )
         if refused:
             raise ValueError(
-                f"the model's call writes {', '.join(refused)}; towers share only its seed "
-                "generators, and float state that is not trained, as its mean"
+                f"the model's call writes {', '.join(refused)}; towers can only share its seed "
+                "generators, and float variables that are not trained, which are averaged"
             )
         check_outputs(outputs, inputs, tower)
 

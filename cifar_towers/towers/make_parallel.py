@@ -159,7 +159,7 @@ def resolve_towers(towers: int | Sequence[Tower]) -> list[Tower]:
     there are none.
     """
     if not towers or (isinstance(towers, int) and towers < 0):
-        raise ValueError(f"{towers} is no number of towers to run on; give one or more")
+        raise ValueError(f"{towers} towers cannot run anything; give one or more")
     return make_towers(towers, soft_placement=None) if isinstance(towers, int) else list(towers)
 
 
@@ -174,11 +174,11 @@ def check_outputs(structure: Any, shard: Any, tower: Tower) -> Any:
         examples = first.shape[:1]
         if output.shape.rank is None or None in rows:
             tf.debugging.assert_equal(
-                tf.shape(output)[0], tf.shape(first)[0], f"{name} has not one row per example"
+                tf.shape(output)[0], tf.shape(first)[0], f"{name} must have one row per example"
             )
         elif rows != examples:
             raise ValueError(
-                f"{name} has the shape {output.shape}, and not one row for each example of "
-                f"{first.shape}"
+                f"{name} must have one row for each example of {first.shape}, and has the shape "
+                f"{output.shape}"
             )
     return structure

@@ -33,8 +33,13 @@ def variable_placement(
         devices in turn. `least_loaded` takes the towers' device that holds the fewest bytes of
         variables so far, the first of equals.
       towers: the towers over whose devices variables are spread; `cpu` needs none.
+
+    Raises:
+      ValueError: there are no towers to spread variables over.
     """
     devices = list(dict.fromkeys(tower.device for tower in towers))
+    if policy != "cpu" and not devices:
+        raise ValueError(f"variable_placement({policy!r}) needs the towers as its second argument")
     return _placement(PLACEMENTS[policy](devices))
 
 

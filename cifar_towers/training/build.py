@@ -18,7 +18,7 @@ from cifar_towers.config.train_config import AugmentationSettings, DeviceSetting
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import NUM_USER_DRAWS, Batches
 from cifar_towers.data.dataset import DatasetInfo, Split, chunks
-from cifar_towers.errors import UsageError
+from cifar_towers.errors import UsageError, count
 from cifar_towers.models import MODELS, WEIGHT_DECAYS, user_model
 from cifar_towers.models.layers import synchronize
 from cifar_towers.models.speednet import WHITENING_IMAGES, whitening_kernel
@@ -78,7 +78,7 @@ def _fewer_towers(config: TrainConfig) -> int:
     if num_towers == num_devices:
         return 0
     why = config.describe_uneven_shares(num_devices)
-    log.info(f"{num_towers} of {num_devices} towers: {why}")
+    log.info(f"using {count(num_towers, 'tower')} instead of {num_devices}: {why}")
     return num_towers
 
 
@@ -333,8 +333,8 @@ def make_image_size_fn(config: TrainConfig, length: schedules.RunLength) -> Call
     if last_size != full_size:
         raise UsageError(
             f"image_size_schedule={config.image_size_schedule} is still at {last_size} pixels in "
-            f"the last of {length.total} steps, and the net is evaluated on {full_size}; give "
-            "places e.g. as 60%=32"
+            f"the last of {length.total} steps, and the net is evaluated on {full_size}; write it "
+            "in percent, e.g. 0=20,60%=32"
         )
     return image_size_at
 
@@ -358,8 +358,8 @@ def load_augmentation(
     takes_labels = "labels" in inspect.signature(function).parameters
     if takes_labels and not may_mix:
         raise UsageError(
-            f"augment={name}: it takes labels, so it may mix the examples; give "
-            "--hard_example_pool=0"
+            f"augment={name} takes labels, so it may mix the examples, and none could be chosen "
+            "as the hardest; add --hard_example_pool=0"
         )
 
     def augment(
@@ -409,4 +409,4 @@ def _check_function(name: str, call: Callable[[], Sequence], expected: Sequence[
     shapes = [f"{tuple(tensor.shape)} {tensor.dtype.name}" for tensor in returned]
     wanted = [f"{tuple(tensor.shape)} {tensor.dtype.name}" for tensor in expected]
     if shapes != wanted:
-        raise UsageError(f"{name} returns {', '.join(shapes)}, not {', '.join(wanted)}")
+        raise UsageError(f"{name} must return {', '.join(wanted)}, not {', '.join(shapes)}")

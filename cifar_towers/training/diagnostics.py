@@ -218,7 +218,8 @@ class Health:
 
 
 def _skip_line(update: str, in_a_row: int, reason: str) -> str:
-    return f"{update} was skipped ({in_a_row} in a row, {MAX_SKIPPED_STEPS} end the run): {reason}"
+    ends = f"{in_a_row} in a row; the run ends after {MAX_SKIPPED_STEPS}"
+    return f"{update} was skipped ({ends}): {reason}"
 
 
 def describe_nonfinite(metrics: StepMetrics, towers: Sequence[Tower]) -> str:

@@ -59,7 +59,7 @@ def make_multi_worker_strategy(
         have = f"{gpus} GPUs" if gpus else "no GPU, and a worker's CPU is one tower"
         raise UsageError(f"num_gpus={num_gpus}: this worker has {have}; start more workers instead")
     if not gpus and num_gpus and not soft_placement:
-        raise UsageError(f"num_gpus={num_gpus} asks for GPUs, and this worker has none; leave it")
+        raise UsageError(f"num_gpus={num_gpus}, and this worker has no GPU; leave out num_gpus")
     make_towers(num_gpus, multi_worker=True, soft_placement=soft_placement)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(
         tf.distribute.cluster_resolver.SimpleClusterResolver(

@@ -72,7 +72,7 @@ def make_setup(
     )
     difference = workers.describe_difference(shared_values(setup)) if workers.size > 1 else ""
     if difference:
-        raise UsageError(f"{difference}; give all workers the same")
+        raise UsageError(f"{difference}; they must be equal")
     return setup
 
 
@@ -82,7 +82,7 @@ def shared_values(setup: RunSetup) -> dict[str, Any]:
     """
     package = b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))
     versions = {
-        "the code of cifar_towers, as sha256,": hashlib.sha256(package).hexdigest(),
+        "the SHA-256 of cifar_towers's code": hashlib.sha256(package).hexdigest(),
         "TensorFlow": tf.__version__,
         "Keras": keras.__version__,
         "TF_ENABLE_ONEDNN_OPTS": os.environ.get("TF_ENABLE_ONEDNN_OPTS"),
@@ -93,9 +93,11 @@ def shared_values(setup: RunSetup) -> dict[str, Any]:
         if split_function(getattr(setup.config, setting)):
             load_function(setting, getattr(setup.config, setting))
     code = {
-        f"the code of {name}, as sha256,": digest
+        f"the SHA-256 of the code of {name}": digest
         for name, digest in code_digests(setup.config).items()
     }
     splits = ("train", "validation", "test")
-    data = {f"{name} images, as sha256,": getattr(setup.dataset, name).digest for name in splits}
+    data = {
+        f"the SHA-256 of the {name} images": getattr(setup.dataset, name).digest for name in splits
+    }
     return shared_settings(setup.config) | versions | code | data

@@ -46,7 +46,7 @@ REFUSALS = {  # what a program's message must mention
         (["--learning_rate_schedule=0=1"], "learning_rate_schedule=0=1"),
         (
             ["--batch_size=100", "--num_gpus=8"],
-            "batch_size=100 cannot be shared by 8 towers; 96 and 104",
+            "batch_size=100 cannot be divided evenly by 8 towers; 96 and 104",
         ),
         (["--batch_size=3", "--num_gpus=8"], "8 towers; 8 can"),
         (["--batch_size=100", "--num_gpus=2", "--micro_batches=3"], "96 and 102"),
@@ -55,7 +55,7 @@ REFUSALS = {  # what a program's message must mention
         (["--recipe=speed94", "--image_size=64"], "image_size=64"),
         (["--image_size_schedule=0=nan"], "'0=nan'"),
         (["--recipe=", "--crop=40"], "crop=40"),
-        (["--recipe=", "--crop=24", "--cutout=24"], "cutout=24 covers"),
+        (["--recipe=", "--crop=24", "--cutout=24"], "cutout=24 blanks"),
         (["--crop=24", "--image_size_schedule=0=24,1=32"], "image_size_schedule"),
         (["--target_accuracy=0.9", "--eval_every_epochs=0"], "eval_every_epochs"),
         (["--jit_compile", "--batch_statistics=synchronized"], "jit_compile"),

@@ -28,6 +28,17 @@ def test_epoch_has_each_example_at_most_once_with_its_label():
             np.testing.assert_array_equal(batch.images[:, 0, 0, 0], batch.labels)
 
 
+EARLIER_DRAWS = (
+    "flip",
+    "window",
+    "cutout",
+    "brightness",
+    "contrast",
+    "example_index",
+    "user",
+)
+
+
 @pytest.mark.parametrize(
     ("seed", "step", "flip", "own", "digest"),
     [
@@ -37,10 +48,13 @@ def test_epoch_has_each_example_at_most_once_with_its_label():
     ],
 )
 def test_batches_are_those_of_earlier_versions(seed, step, flip, own, digest):
-    """A run goes on with them after an update. Another digest needs another recipe or seed."""
-    batches = Batches(synthetic.make(60, 0, 0), 16, seed, flip, user_augmentation=own)
+    """A run goes on with them after an update. Another digest needs another recipe or seed.
+    Random numbers that are added later do not count.
+    """
+    batch = Batches(synthetic.make(60, 0, 0), 16, seed, flip, user_augmentation=own).at(step)
+    draws = [getattr(batch.draws, name) for name in EARLIER_DRAWS]
     found = hashlib.sha256()
-    for tensor in tf.nest.flatten(batches.at(step)):
+    for tensor in (batch.images, batch.labels, *draws):
         found.update(np.ascontiguousarray(tensor.numpy()).tobytes())
     assert found.hexdigest()[:16] == digest
 

@@ -136,7 +136,7 @@ REFUSALS = [  # how to write the data, what to write, what the error names
     (folder, ["Train/cats/1.png", "Test/cats/2.png"], "Test/cats"),
     (folder, ["train/a/1.png", "test/a/1.png", "val/a/1.png"], "val "),
     (folder, ["train/1.png", "test/2.png"], "train"),
-    (folder, ["train/a/1.png", "train/b/2.png", "test/A/3.png"], "classes A"),
+    (folder, ["train/a/1.png", "train/b/2.png", "test/A/3.png"], "lacks: A"),
     (folder, ["train/a/1.png", "train/b/.2.png", "test/a/3.png"], "images of b"),
     (folder, ["a/1.png", "b/2.png", "b/3.png"], "images of a"),
     (table, ["a/1.png,cat"], "a/1.png, cat"),
@@ -146,7 +146,7 @@ REFUSALS = [  # how to write the data, what to write, what the error names
     (table, ["file,label,split", "a/1.png,cat,"], "line 2"),
     (table, ["file,label,split", "a/1.png,cat,val"], "line 2"),
     (table, ["file,label", "a/1.png,cat", "a/1.png,dog"], "line 3"),
-    (table, ["file,label,split", "a/1.png,cat,train", "3.png,Cat,test"], "classes Cat"),
+    (table, ["file,label,split", "a/1.png,cat,train", "3.png,Cat,test"], "lacks: Cat"),
     (table, ["file,label", *(f"{name},{name[0]}" for name in FILES)], "images of 3, b"),
     (table, ["file,label", 'a/1.png,"cat', "a/2.jpg,dog"], "unexpected end of data"),
     (table, ["file,label", 'a/1.png,"cat', 'a/2.jpg,dog"', "b/3.gif,dog"], "line 3"),
@@ -162,9 +162,9 @@ REFUSALS = [  # how to write the data, what to write, what the error names
     (arrays, {"x_train": TRAIN.images.transpose(0, 3, 1, 2)}, "(60, 3, 32, 32)"),
     (arrays, {"x_train": TRAIN.images[1:]}, "y_train"),
     (arrays, {"y_train": np.eye(10)[TRAIN.labels]}, "y_train is float64"),
-    (arrays, {"y_train": TRAIN.labels - 1}, "y_train is -1 to 8"),
+    (arrays, {"y_train": TRAIN.labels - 1}, "labels from -1 to 8"),
     (arrays, {"y_train": TRAIN.labels + 1}, "images of 0"),
-    (arrays, {"y_test": TEST.labels + 1}, "y_test is 1 to 10"),
+    (arrays, {"y_test": TEST.labels + 1}, "labels from 1 to 10"),
     (arrays, {"class_names": list("abcdefghijk")}, "images of k"),
     (arrays, {"class_names": list("abcdefghia")}, "class_names"),
     (arrays, {"class_names": np.array([*"abcdefghij"], "S")}, "class_names is |S1"),
@@ -227,7 +227,7 @@ def test_hidden_and_other_files_are_left_out_and_counted(tmp_path, caplog):
 
     assert levels(data.train) == [(0, "cat"), (1, "dog")]
     assert levels(data.test) == [(2, "cat"), (3, "dog")]
-    assert lines_with(caplog.text, f"folder:{tmp_path}", "5 left out")
+    assert lines_with(caplog.text, f"folder:{tmp_path}", "5 files ignored")
     assert lines_with(caplog.text, "cat 1, dog 1")
 
 

@@ -182,11 +182,11 @@ def test_models_that_towers_can_train(make):
             {},
             "stage1.conv.kernel",
         ),
-        (mixes, {}, "mixes the images"),
+        (mixes, {}, "rest of the batch"),
         (
             partial(mixes, kernel_initializer="zeros"),
             {"policy": "mixed_bfloat16"},
-            "mixes the images",
+            "rest of the batch",
         ),
         (lambda: net(L.Conv2D(2, 3, bias_constraint="non_neg", name="ruled")), {}, "ruled/bias"),
         (lambda: net(L.SpectralNormalization(L.Conv2D(2, 3))), {}, "kernel"),

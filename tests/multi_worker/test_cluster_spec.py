@@ -66,11 +66,11 @@ FIVE = [f"{host}:1" for host in "abcde"]
 @pytest.mark.parametrize(
     ("environment", "settings", "named"),
     [
-        ({}, {}, "srun, or set TF_CONFIG="),
-        (tf_config(["a:5000"]), {}, r"worker 0 of \[a:5000\]"),
+        ({}, {}, "srun, or with TF_CONFIG="),
+        (tf_config(["a:5000"]), {}, r"index 0 of \[a:5000\]"),
         (tf_config(["a:5000", "a:5000"]), {}, "a:5000, a:5000"),
-        (tf_config(index=3), {}, "worker 3 of"),
-        (tf_config(index=-1), {}, "worker -1 of"),
+        (tf_config(index=3), {}, "index 3 of"),
+        (tf_config(index=-1), {}, "index -1 of"),
         (tf_config(job="ps"), {}, "TF_CONFIG has the task ps"),
         (tf_config(FIVE), {}, "batch_size=48 .* 5 towers"),
         (tf_config(FIVE), {"num_gpus": 2}, "10 towers"),

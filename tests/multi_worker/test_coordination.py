@@ -114,7 +114,7 @@ def shared_values(dataset=DATA, **settings):
 def check_refused(values, of_other_worker, named):
     workers = dataclasses.replace(CLUSTER, gather=lambda _: [values, of_other_worker])
     difference = workers.describe_difference(values)
-    assert re.search(rf"worker 1 of 3 \(b:1\) has {named}", difference)
+    assert re.search(rf"{named}.* on worker 1 of 3 \(b:1\)", difference)
     same = dataclasses.replace(CLUSTER, gather=lambda _: [values, values])
     assert same.describe_difference(values) == ""
 
@@ -125,15 +125,15 @@ def test_workers_with_other_images_are_refused(split):
     stop.
     """
     other = shared_values(DATA._replace(**{split: synthetic.make(10, 0, 3)}))
-    check_refused(shared_values(), other, f"{split} images")
+    check_refused(shared_values(), other, f"the SHA-256 of the {split} images is ")
 
 
 def test_other_versions_and_other_code_of_a_worker_are_refused(monkeypatch, tmp_path):
     values = shared_values()
     (tmp_path / "step.py").write_text("")
     for owner, attribute, value, named in (
-        (tf, "__version__", "2.20.0", "TensorFlow 2.20.0"),
-        (setup, "PACKAGE", tmp_path, "the code of cifar_towers.* e3b0c44298fc1c14"),
+        (tf, "__version__", "2.20.0", "TensorFlow is 2.20.0"),
+        (setup, "PACKAGE", tmp_path, "the SHA-256 of cifar_towers's code is e3b0c44298fc1c14"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, attribute, value)
@@ -143,4 +143,4 @@ def test_other_versions_and_other_code_of_a_worker_are_refused(monkeypatch, tmp_
     for number in (1, 2):
         (tmp_path / "mine.py").write_text(f"def loss(labels, logits):\n    return {number}\n")
         mine.append(shared_values(loss=f"{tmp_path}/mine.py:loss"))
-    check_refused(*mine, "the code of loss, as sha256,")
+    check_refused(*mine, "the SHA-256 of the code of loss")

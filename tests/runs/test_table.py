@@ -101,7 +101,7 @@ def test_runs_are_found_by_pattern_and_are_objects_for_other_programs(runs, list
 
     plain = read_result(runs / "resnet20-seed0")["evaluations"][0]
     assert records[0]["accuracy"] == plain["accuracy"]
-    assert listed(runs, "nothing*") == f"no runs: nothing* in {runs}\n"
+    assert listed(runs, "nothing*") == f"no runs in {runs} match nothing*\n"
 
     (record,) = listed(runs, "else*", "--json").splitlines()  # of the directory that it is in
     assert json.loads(record)["run"].endswith("elsewhere/speed94-seed9")
@@ -255,7 +255,7 @@ def test_a_seed_counts_once_and_the_line_names_what_is_left_out(tmp_path, pairs)
     (line,) = table.compare_groups([high, low])
     assert "+4.40 points" in line
     assert "n=2 and 2; " in line
-    assert "without begun, again" in line
+    assert "left out: begun, again" in line
 
 
 @pytest.mark.parametrize(

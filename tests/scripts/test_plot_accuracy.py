@@ -17,3 +17,11 @@ def test_a_run_is_a_line_without_tta_and_a_star_with_it(tmp_path):
     assert (points[1:, 1] > points[:-1, 1]).all()
     assert star.get_xydata().tolist() == [[STEPS, pytest.approx(100 * scores[0]["accuracy"])]]
     assert axes.get_title().startswith("Abacus, 2 cores, bfloat16\n")
+
+
+def test_runs_of_one_recipe_are_called_by_their_directories(tmp_path):
+    for name in ("plain", "slower"):
+        make_run(tmp_path / name)
+    (axes,) = draw(read_runs([tmp_path])).axes
+    names = [text.get_text().split(":")[0] for text in axes.get_legend().get_texts()]
+    assert names == ["plain", "slower"]

@@ -56,6 +56,12 @@ def test_least_loaded_counts_bytes(towers):
     assert device_indices(variables) == [0, 1, 2, 1, 1, 1, 1, 0]
 
 
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
+def test_policies_that_spread_variables_need_towers(policy):
+    with pytest.raises(ValueError, match=f"{policy}.*needs the towers"):
+        variable_placement(policy)
+
+
 def test_the_flag_has_all_placements():
     fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
     field = fields["variable_placement"]

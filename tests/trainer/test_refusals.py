@@ -41,7 +41,7 @@ def test_a_checkpoint_of_another_net_is_refused(tmp_path, caplog, monkeypatch):
     for content, warns in ((NETS.read_text(), False), (NETS.read_text() + "# edited", True)):
         write(content)
         TrainedModel(TrainedRunConfig(train_dir=str(tmp_path / "run"), model=f"{file}:tiny"))
-        assert ("other code" in caplog.text) == warns
+        assert ("has changed since" in caplog.text) == warns
 
 
 def test_images_that_have_changed_are_refused(tmp_path, small_folder):

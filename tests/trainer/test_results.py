@@ -133,7 +133,7 @@ def test_the_target_is_for_the_first_split_without_tta(tmp_path, monkeypatch):
 def test_an_indivisible_batch_uses_fewer_towers(caplog):
     caplog.set_level("INFO")
     assert len(make_run_devices(replace(TINY, num_gpus=0, batch_size=51))[1]) == 1
-    assert lines_with(caplog.text, "1 of 2 towers", "batch_size=51")
+    assert lines_with(caplog.text, "1 tower instead of 2", "batch_size=51")
 
 
 def test_rates_count_the_steps_that_finished(tmp_path):

@@ -101,7 +101,7 @@ def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(
 
     assert "->" not in line  # nothing has changed
     steps_left_in_epoch = 10 - saved % 10
-    assert lines_with(output, f"mean of {steps_left_in_epoch} step")
+    assert lines_with(output, f"mean of the {steps_left_in_epoch} step")
 
     same, differences = compare_runs(tiny_run.directory, tmp_path)
     assert same, differences

@@ -20,7 +20,7 @@ def test_a_last_step_that_cannot_be_saved_is_an_error_after_its_score(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(directory_module, "write_checkpoint", Mock(side_effect=NO_SPACE))
-    with pytest.raises(RunError, match="step 2"):
+    with pytest.raises(RunError, match="step, 2"):
         run(TINY, tmp_path, max_steps=2)
     assert not (tmp_path / "result.json").exists()
     assert lines_with(capsys.readouterr().out, "test ", "%")

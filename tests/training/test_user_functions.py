@@ -110,11 +110,11 @@ def test_own_loss_replaces_the_cross_entropy(train):
         (
             load_augmentation,
             "smaller",
-            "(4, 19, 20, 3) float32, (4,) int32, not (4, 20, 20, 3) float32, (4,) int32",
+            "(4, 20, 20, 3) float32, (4,) int32, not (4, 19, 20, 3) float32, (4,) int32",
         ),
         (load_augmentation, "no_labels", "(4, 20, 20, 3) float32, (4, 10) float32"),
         (partial(load_augmentation, may_mix=False), "mixup", "--hard_example_pool=0"),
-        (lambda name, *_: load_loss(name, 10), "total", "() float32, not (4,) float32"),
+        (lambda name, *_: load_loss(name, 10), "total", "(4,) float32, not () float32"),
     ],
 )
 def test_functions_that_would_train_something_else_are_refused(file, load, name, message):
