@@ -279,8 +279,9 @@ def compare_revisions(first: str, second: str, names: Sequence[str], keep: Path 
     Raises:
       UsageError: there is no such revision, or HEAD is not what the files are.
     """
-    if "HEAD" in (first, second) and git("status", "--porcelain"):
-        raise UsageError("there are uncommitted changes, which HEAD does not have; commit them")
+    changed = git("status", "--porcelain").splitlines()
+    if "HEAD" in (first, second) and changed:
+        raise UsageError(f"HEAD does not have the changes in {changed[0][3:]}; commit them")
     for number in (signal.SIGINT, signal.SIGTERM):
         # an exception, so that worktrees are removed on the way out
         signal.signal(number, lambda received, _: sys.exit(128 + received))
