@@ -167,7 +167,7 @@ LOST = r"lost: worker {} of 2 \({}\) "
         ([(0, 0, (0, 1))], [5], [LOST.format(1, "{1}")]),
         ([(1, 0, (0, 1))], [5], [LOST.format(0, "{0}")]),
         ([(0, 0, (0, 1)), (1, 0, (0, 2))], [5, 5], [LOST.format("[01]", r"\S+")] * 2),
-        ([(0, 0, (0, 1)), (1, 1, (0, 1))], [2, 2], ["seed is 1 on worker 1 of 2 .* 0 on worker 0"] * 2),
+        ([(0, 0, (0, 1)), (1, 1, (0, 1))], [2, 2], ["seed is 1 on worker 1 .* 0 on worker 0"] * 2),
     ],
     ids=["no worker 1", "no chief", "different lists", "different seeds"],
 )
