@@ -135,7 +135,7 @@ def finish(step: int, saved: bool, training: "Training") -> dict:
     training.note_target(step)
     weights_sha256 = training.state.weights_sha256()
     difference = training.workers.describe_difference(
-        {"the SHA-256 of its weights": weights_sha256}
+        {"the SHA-256 of the weights": weights_sha256}
     )
     if difference:
         raise RunError(f"the workers have trained different weights: {difference}")

@@ -279,8 +279,9 @@ def compare_revisions(first: str, second: str, names: Sequence[str], keep: Path 
     Raises:
       UsageError: there is no such revision, or HEAD is not what the files are.
     """
-    changed = git("status", "--porcelain").splitlines()
-    if "HEAD" in (first, second) and changed:
+    compares_head = "HEAD" in (first, second)
+    changed = git("status", "--porcelain").splitlines() if compares_head else []
+    if changed:
         raise UsageError(f"HEAD does not have the changes in {changed[0][3:]}; commit them")
     for number in (signal.SIGINT, signal.SIGTERM):
         # an exception, so that worktrees are removed on the way out

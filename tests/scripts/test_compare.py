@@ -164,7 +164,7 @@ def test_head_is_not_compared_in_place_of_changed_files(monkeypatch, capsys):
     monkeypatch.setattr(program, "git", lambda *arguments: " M cifar_towers/trainer.py")
     monkeypatch.setattr(program.signal, "signal", lambda *_: None)
     assert program.main(["HEAD~1"]) == 2
-    assert "does not have the changes in" in capsys.readouterr().err
+    assert "does not have the changes in cifar_towers/trainer.py" in capsys.readouterr().err
 
 
 def test_two_revisions_are_trained_and_compared(monkeypatch, tmp_path, capsys):
