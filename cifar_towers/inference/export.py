@@ -229,7 +229,8 @@ def _activation(layer: Activation) -> LayerAndWeights:
 
 def _add_relu(layer: AddReLU) -> LayerAndWeights:
     inputs = [keras.Input(tensor.shape[1:]) for tensor in layer.input]
-    return keras.Model(inputs, keras.ops.relu(inputs[0] + inputs[1]), name=layer.name), []
+    output = keras.ops.relu(inputs[0] + inputs[1])
+    return keras.Model(inputs, [output, output], name=layer.name), []
 
 
 def _common(layer: keras.layers.Layer) -> dict[str, Any]:

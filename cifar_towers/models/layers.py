@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from cifar_towers.models.convolution import conv2d, even_padding
 from cifar_towers.towers import all_reduce_mean, num_replicas
-from cifar_towers.xla import fused
+from cifar_towers.xla import fused, narrow, wide
 
 Shape: TypeAlias = tuple[int | None, ...]
 
@@ -240,34 +240,27 @@ def _local_response_norm(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
 
 @fused
 def _scale(x: tf.Tensor, squares: tf.Tensor) -> tf.Tensor:
-    return tf.cast(_wide(x) * _scale_of(squares), x.dtype)
+    return narrow(wide(x) * _scale_of(squares), x.dtype)
 
 
 @fused
 def _gradient_to_squares(x: tf.Tensor, squares: tf.Tensor, upstream: tf.Tensor) -> tf.Tensor:
-    slope = -LocalResponseNorm.beta * _scale_of(squares) / (LocalResponseNorm.bias + _wide(squares))
-    return tf.cast(_wide(upstream) * _wide(x) * slope, x.dtype)
+    slope = -LocalResponseNorm.beta * _scale_of(squares) / (LocalResponseNorm.bias + wide(squares))
+    return narrow(wide(upstream) * wide(x) * slope, x.dtype)
 
 
 @fused
 def _gradient_to_inputs(
     x: tf.Tensor, squares: tf.Tensor, upstream: tf.Tensor, through_squares: tf.Tensor
 ) -> tf.Tensor:
-    direct = _wide(upstream) * _scale_of(squares)
-    return tf.cast(direct + 2 * _wide(x) * _wide(through_squares), x.dtype)
+    direct = wide(upstream) * _scale_of(squares)
+    return narrow(direct + 2 * wide(x) * wide(through_squares), x.dtype)
 
 
 def _scale_of(squares: tf.Tensor) -> tf.Tensor:
     """Compute (bias + squares) ** -3/4 by two roots, which are faster than a power."""
-    root = tf.math.rsqrt(LocalResponseNorm.bias + _wide(squares))
+    root = tf.math.rsqrt(LocalResponseNorm.bias + wide(squares))
     return root * tf.sqrt(root)
-
-
-def _wide(x: tf.Tensor) -> tf.Tensor:
-    """Return half types as float32: XLA's CPU code rounds them after each operation, at twice the
-    time.
-    """
-    return tf.cast(x, tf.float32) if x.dtype.size == 2 else x
 
 
 @keras.saving.register_keras_serializable("cifar_towers")
@@ -291,15 +284,15 @@ def _compiled(function: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[tf.Tensor
 
     @fused
     def forward(x: tf.Tensor) -> tf.Tensor:
-        return tf.cast(function(_wide(x)), x.dtype)
+        return narrow(function(wide(x)), x.dtype)
 
     @fused
     def backward(x: tf.Tensor, upstream: tf.Tensor) -> tf.Tensor:
-        wide_x = _wide(x)
+        wide_x = wide(x)
         with tf.GradientTape() as tape:
             tape.watch(wide_x)
             y = function(wide_x)
-        return tf.cast(tape.gradient(y, wide_x, _wide(upstream)), x.dtype)
+        return narrow(tape.gradient(y, wide_x, wide(upstream)), x.dtype)
 
     @tf.custom_gradient
     def compiled(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
@@ -316,28 +309,41 @@ COMPILED = {
 
 @keras.saving.register_keras_serializable("cifar_towers")
 class AddReLU(keras.layers.Layer):
-    """ReLU of a sum of two tensors, in one pass through memory; the gradient is ReLU's."""
+    """ReLU of a sum of two tensors, in one pass through memory.
+
+    It is returned twice, for a block and for the shortcut around it: their gradients are added and
+    passed through the ReLU in one pass, too.
+    """
 
     activation = staticmethod(keras.activations.relu)  # for those who look for nonlinear layers
 
-    def call(self, inputs: list[tf.Tensor]) -> tf.Tensor:
-        return _add_relu(*inputs)
+    def call(self, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+        return list(_add_relu(*inputs))
+
+    def compute_output_shape(self, input_shape: list[Shape]) -> list[Shape]:
+        return input_shape
 
 
 @tf.custom_gradient
-def _add_relu(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-    output = _fused_add_relu(x, y)
+def _add_relu(x: tf.Tensor, y: tf.Tensor) -> tuple[tuple[tf.Tensor, tf.Tensor], Callable]:
+    output = _relu_of_sum(x, y)
 
-    def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        to_sum = tf.raw_ops.ReluGrad(gradients=upstream, features=output)
+    def gradient(first: tf.Tensor, second: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        to_sum = _gradient_to_sum(output, first, second)
         return to_sum, to_sum
 
-    return output, gradient
+    return (output, tf.identity(output)), gradient
 
 
 @fused
-def _fused_add_relu(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-    return tf.nn.relu(x + y)
+def _relu_of_sum(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+    return narrow(tf.nn.relu(wide(x) + wide(y)), x.dtype)
+
+
+@fused
+def _gradient_to_sum(output: tf.Tensor, first: tf.Tensor, second: tf.Tensor) -> tf.Tensor:
+    upstream = wide(first) + wide(second)
+    return narrow(tf.where(wide(output) > 0, upstream, tf.zeros_like(upstream)), output.dtype)
 
 
 @keras.saving.register_keras_serializable("cifar_towers")

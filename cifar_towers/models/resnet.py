@@ -22,10 +22,12 @@ def resnet(
     images = keras.Input((image_size, image_size, 3))
     x = _conv_norm(images, 16, 1, "stem", options)
     x = keras.layers.ReLU(name="stem_relu", **options)(x)
+    shortcut = x
     for stage in range(3):
         for block in range(blocks):
             stride = 2 if stage > 0 and block == 0 else 1
-            x = _block(x, 16 * 2**stage, stride, f"stage{stage + 1}_block{block + 1}", options)
+            name = f"stage{stage + 1}_block{block + 1}"
+            x, shortcut = _block(x, shortcut, 16 * 2**stage, stride, name, options)
     x = keras.layers.GlobalAveragePooling2D(name="pool", **options)(x)
     logits = keras.layers.Dense(
         num_classes, kernel_initializer="he_normal", name="head", dtype=logits_dtype(dtype)
@@ -34,11 +36,16 @@ def resnet(
 
 
 def _block(
-    x: keras.KerasTensor, channels: int, stride: int, name: str, options: dict
-) -> keras.KerasTensor:
-    shortcut = x
-    if x.shape[-1] != channels:
-        shortcut = PadChannels(channels, stride, name=f"{name}_shortcut", **options)(x)
+    x: keras.KerasTensor,
+    shortcut: keras.KerasTensor,
+    channels: int,
+    stride: int,
+    name: str,
+    options: dict,
+) -> list[keras.KerasTensor]:
+    """Return the output twice, for the next block's `x` and `shortcut`."""
+    if shortcut.shape[-1] != channels:
+        shortcut = PadChannels(channels, stride, name=f"{name}_shortcut", **options)(shortcut)
     x = _conv_norm(x, channels, stride, f"{name}_1", options)
     x = keras.layers.ReLU(name=f"{name}_relu1", **options)(x)
     x = _conv_norm(x, channels, 1, f"{name}_2", options)

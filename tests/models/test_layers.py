@@ -101,16 +101,21 @@ def test_pad_channels_is_shortcut_a():
 
 
 @pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16])
-def test_add_relu_is_the_relu_of_a_sum(dtype):
-    x = tf.cast(tf.random.stateless_normal([2, 5, 5, 8], [0, 1]), dtype)
-    y = tf.cast(tf.random.stateless_normal([2, 5, 5, 8], [0, 2]), dtype)
+def test_add_relu_returns_the_relu_of_a_sum_twice(dtype):
+    x, y, *upstream = (
+        tf.cast(tf.random.stateless_normal([2, 5, 5, 8], [0, seed]), dtype) for seed in range(4)
+    )
     with tf.GradientTape(persistent=True) as tape:
         tape.watch([x, y])
         ours = AddReLU(dtype=dtype.name)([x, y])
         theirs = tf.nn.relu(x + y)
-    np.testing.assert_array_equal(ours, theirs)
+    for output in ours:
+        np.testing.assert_array_equal(output, theirs)
     for tensor in (x, y):
-        np.testing.assert_array_equal(tape.gradient(ours, tensor), tape.gradient(theirs, tensor))
+        np.testing.assert_array_equal(
+            tape.gradient(ours, tensor, upstream),
+            tape.gradient(theirs, tensor, upstream[0] + upstream[1]),
+        )
 
 
 def test_layers_deserialize_from_their_config():
