@@ -240,13 +240,13 @@ def _local_response_norm(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
 
 @fused
 def _scale(x: tf.Tensor, squares: tf.Tensor) -> tf.Tensor:
-    return narrow(wide(x) * _scale_of(squares), x.dtype)
+    return tf.cast(wide(x) * _scale_of(squares), x.dtype)
 
 
 @fused
 def _gradient_to_squares(x: tf.Tensor, squares: tf.Tensor, upstream: tf.Tensor) -> tf.Tensor:
     slope = -LocalResponseNorm.beta * _scale_of(squares) / (LocalResponseNorm.bias + wide(squares))
-    return narrow(wide(upstream) * wide(x) * slope, x.dtype)
+    return tf.cast(wide(upstream) * wide(x) * slope, x.dtype)
 
 
 @fused
@@ -254,7 +254,7 @@ def _gradient_to_inputs(
     x: tf.Tensor, squares: tf.Tensor, upstream: tf.Tensor, through_squares: tf.Tensor
 ) -> tf.Tensor:
     direct = wide(upstream) * _scale_of(squares)
-    return narrow(direct + 2 * wide(x) * wide(through_squares), x.dtype)
+    return tf.cast(direct + 2 * wide(x) * wide(through_squares), x.dtype)
 
 
 def _scale_of(squares: tf.Tensor) -> tf.Tensor:
