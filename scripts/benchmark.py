@@ -3,6 +3,7 @@
 
   benchmark.py towers --recipe=speed94 --towers=1,2                 placements and strategies
   benchmark.py frameworks --nets=resnet20 --frameworks=ours,keras   this project beside others
+  benchmark.py frameworks --nets=nets.py:net --frameworks=ours,keras   the same with a net of yours
 
 Each measurement is a process of its own. Every round takes all cases in another random order. A
 case that fails is left out. Ctrl-C ends the rounds (of one net), and what is finished is reported.
@@ -50,6 +51,7 @@ NETS = {  # recipe, with another image size if it has several -> its net, image 
     "resnet20": ("resnet20", 32, 128),
     "cifarnet": ("cifarnet", 24, 128),
 }
+OWN_NET = (32, 128)  # the image size and batch size of a net of yours
 OURS = {"ours": [], "ours-xla": ["--jit_compile"]}  # the flags of each
 FRAMEWORKS = (*OURS, "keras", "keras-onednn", "pytorch", "pytorch-compiled")
 ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
@@ -101,7 +103,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[argparse.Na
         "--nets",
         type=names_among(tuple(NETS)),
         default="speed94,resnet20,cifarnet",
-        help=f"of {', '.join(NETS)}; default: %(default)s",
+        help=f"of {', '.join(NETS)}; or file.py:function, a Keras net of yours, in batches of 128 "
+        "images of 32x32; default: %(default)s",
     )
     frameworks.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
 
@@ -113,12 +116,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[argparse.Na
 
 
 def names_among(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return a function that parses names separated by commas."""
+    """Return a function that parses names separated by commas; `file.py:function` is one, too."""
 
     def parse(text: str) -> list[str]:
         names = text.split(",")
         for name in names:
-            if name not in known:
+            if name not in known and not is_own(name):
                 raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
         return names
 
@@ -150,7 +153,7 @@ def benchmark_frameworks(args: argparse.Namespace, flags: Sequence[str]) -> None
     batch with momentum SGD.
     """
     for net in args.nets:
-        _, size, batch_size = NETS[net]
+        _, size, batch_size = net_and_sizes(net)
         rates = measure_frameworks(net, args.frameworks, args.precision, args.rounds, flags)
         title = f"{net}, {batch_size:,} images of {size}x{size}, {args.precision}"
         print(f"\n{title}\n{format_table(rates, batch_size)}\n", flush=True)
@@ -191,13 +194,16 @@ def measure_frameworks(
     """Return the images per second of each framework that does not fail."""
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     on_gpus = bool(gpu_names())
-    _, size, batch_size = NETS[net]
+    model, size, batch_size = net_and_sizes(net)
     recipe, _, _ = net.partition("-")
     crop = size if size < 32 else 0
+    net_flags = [f"--recipe={recipe}"]
+    if is_own(net):
+        net_flags = ["--recipe=resnet20", f"--model={model}", "--learning_rate=0.01"]
     training = [
         "--dataset=auto",
+        *net_flags,
         *flags,
-        f"--recipe={recipe}",
         f"--crop={crop}",
         "--image_size_schedule=",
         f"--batch_size={batch_size}",
@@ -211,6 +217,16 @@ def measure_frameworks(
         return peer_rate(framework, net, precision, on_gpus)
 
     return measure(frameworks, rate_of, rounds)
+
+
+def is_own(net: str) -> bool:
+    """Return whether a net is `file.py:function`, and not one of `NETS`."""
+    return ".py:" in net
+
+
+def net_and_sizes(net: str) -> tuple[str, int, int]:
+    """Return the model, the image size and the batch size of one of `NETS` or of a net of yours."""
+    return (net, *OWN_NET) if is_own(net) else NETS[net]
 
 
 # One way to time a training -----------------------------------------------------------------------
@@ -281,11 +297,11 @@ def peer_rate(framework: str, net: str, precision: str, on_gpus: bool) -> float:
     if framework == "keras-onednn":
         environment[ONEDNN] = "1"
 
-    net_and_sizes = [str(value) for value in NETS[net]]
+    sizes = net_and_sizes(net)
     steps = WINDOW_STEPS * (GPU_WINDOWS if on_gpus else CPU_WINDOWS)  # as many as of our training
-    if NETS[net][-1] >= 1024 and not on_gpus:
+    if sizes[-1] >= 1024 and not on_gpus:
         steps = 5  # of five to fifteen seconds each
-    arguments = [framework.removesuffix("-onednn"), *net_and_sizes, precision, str(steps)]
+    arguments = [framework.removesuffix("-onednn"), *map(str, sizes), precision, str(steps)]
     command = [sys.executable, "-m", "scripts.peers", *arguments]
     return float(run(command, cwd=REPOSITORY, env=environment).splitlines()[-1])
 

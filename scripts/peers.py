@@ -1,14 +1,17 @@
 """A training step of another framework: `python -m scripts.peers keras resnet20 32 128 float32 20`
 prints images/s.
 
-The nets are those of `cifar_towers/models/`, written as a user of Keras or PyTorch writes them. A
+The nets are those of `cifar_towers/models/`, written as a user of Keras or PyTorch writes them, or
+`file.py:function`, a Keras net of the user's. A
 step computes the cross entropy, its gradients and an update by momentum SGD. It repeats one batch
 that is in memory, without input and augmentation. The whitening of speednet94 is not trained, as in
 ours.
 """
 
+import inspect
 import itertools
 import os
+import runpy
 import sys
 import time
 from collections.abc import Callable
@@ -37,11 +40,9 @@ def main(
         trained, make_steps = pytorch(
             net, images, labels, precision, compiled=framework == "pytorch-compiled"
         )
-    if trained != TRAINED_PARAMETERS[net]:
-        sys.exit(
-            f"{framework} trains {trained:,} parameters of {net} in place of "
-            f"{TRAINED_PARAMETERS[net]:,}"
-        )
+    expected = TRAINED_PARAMETERS.get(net, trained)
+    if trained != expected:
+        sys.exit(f"{framework} trains {trained:,} parameters of {net} in place of {expected:,}")
     ends = make_steps(WARM_UP_STEPS + timed)
     print(count * timed / (ends[-1] - ends[WARM_UP_STEPS - 1]))
 
@@ -102,7 +103,14 @@ def keras_fit(
 
 
 def keras_net(net: str, image_size: int):
-    """Make a net of Keras's own layers."""
+    """Make a net of Keras's own layers, or the user's."""
+    if net not in TRAINED_PARAMETERS:
+        path, _, name = net.rpartition(":")
+        function = runpy.run_path(path)[name]
+        arguments = {"image_size": image_size, "num_classes": 10}
+        taken = inspect.signature(function).parameters
+        return function(**{name: value for name, value in arguments.items() if name in taken})
+
     import keras
     import tensorflow as tf
     from keras import layers as L
@@ -185,6 +193,9 @@ def pytorch(
 
 def pytorch_net(net: str, image_size: int):
     """Make a net of PyTorch's own modules."""
+    if net not in TRAINED_PARAMETERS:
+        sys.exit(f"{net} is a net for Keras")
+
     from torch import nn
     from torch.nn import functional as F
 

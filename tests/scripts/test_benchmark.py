@@ -184,7 +184,10 @@ def test_the_net_of_keras_computes_what_ours_does(net):
     np.testing.assert_allclose(found, expected, atol=0.02 * abs(expected).max())
 
 
-@pytest.mark.parametrize("net", benchmark.NETS)
+OWN_NET = "examples/mobilenet.py:net"
+
+
+@pytest.mark.parametrize("net", [*benchmark.NETS, OWN_NET])
 def test_our_training_has_the_net_and_the_sizes_of_the_others(net, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     training_rate = Mock(return_value=1.0)
@@ -194,8 +197,21 @@ def test_our_training_has_the_net_and_the_sizes_of_the_others(net, monkeypatch):
     trained = parse(*flags)
     size = trained.crop or trained.image_size
 
-    assert (trained.model, size, trained.batch_size) == benchmark.NETS[net]
+    assert (trained.model, size, trained.batch_size) == benchmark.net_and_sizes(net)
     assert (trained.image_size_schedule, trained.precision) == ("", "float32")
+
+
+def test_a_net_of_the_users_is_compared_with_keras_alone(monkeypatch):
+    args, _ = benchmark.parse_arguments(["frameworks", f"--nets=resnet20,{OWN_NET}"])
+    assert args.nets == ["resnet20", OWN_NET]
+
+    images = np.zeros([4, 32, 32, 3], np.float32)
+    trained, make_steps = peers.keras_fit(OWN_NET, images, np.zeros(4), "float32")
+    assert trained == 408_938
+    assert len(make_steps(2)) == 2
+
+    with pytest.raises(SystemExit, match="for Keras"):
+        peers.pytorch_net(OWN_NET, 32)
 
 
 def test_a_framework_that_fails_is_left_out_and_the_table_compares_medians(monkeypatch, capsys):
