@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--out", default="accuracy.png", help="picture; default: %(default)s")
     args = parser.parse_args()
     draw(read_runs(args.runs)).savefig(args.out, dpi=110)
+    print(f"written to {args.out}")
 
 
 def draw(runs: Sequence[Run]) -> Figure:

@@ -148,7 +148,8 @@ class ParallelModel(keras.Model):
         refused = [v.path for v in besides_seeds if v.trainable or "float" not in v.dtype]
         if scope.state_mapping.keys() - {id(v) for v, _ in values}:
             refused.append(
-                "a variable that is not its own, such as a metric or the global random generator"
+                "a variable that it did not have before, such as a metric or the global random "
+                "generator (call a model without keras.Input once before)"
             )
         if refused:
             raise ValueError(
