@@ -21,7 +21,7 @@ from typing import Any
 from cifar_towers.errors import UsageError
 
 # Speednets are built for no image size, with whitening filters.
-SPEEDNETS = ("speednet93", "speednet94", "speednet95", "speednet96", "speednet_proxy")
+SPEEDNETS = ("speednet93", "speednet94", "speednet95")
 MODELS = ("cifarnet", "resnet20", "resnet32", "resnet44", "resnet56", "resnet110", *SPEEDNETS)
 # `training.optimizers.make_optimizer` has the update rules of each
 OPTIMIZERS = ("momentum", "muon", "adamw")

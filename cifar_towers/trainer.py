@@ -36,7 +36,6 @@ from cifar_towers.runs.directory import (
 from cifar_towers.signals import StopSignals
 from cifar_towers.training import build
 from cifar_towers.training.diagnostics import Diagnoser, Health, StepDiagnostics
-from cifar_towers.training.hard_examples import PROXY
 from cifar_towers.training.runner import FinishedStep, StepInput, StepRunner
 from cifar_towers.training.setup import RunSetup, make_setup
 
@@ -213,13 +212,9 @@ class Training:
             self.config, setup.dataset.train, setup.rows, setup.local_towers
         )
         self.image_size_at = build.make_image_size_fn(self.config, self.length)
-        self.state, train_step, hard_examples = build.make_training(setup, augmentation)
-        self.runner = StepRunner(train_step, hard_examples)
-
+        self.state, train_step = build.make_training(setup, augmentation)
+        self.runner = StepRunner(train_step)
         self.variables = self.state.named_variables()
-        if hard_examples:
-            for name, variable in hard_examples.proxy.named_variables().items():
-                self.variables[f"{PROXY}.{name}"] = variable
 
         self.logger = RunLogger(setup, directory.path, self.state.model, timer)
         self.log = self.logger.log
@@ -422,9 +417,9 @@ class Training:
             oldest = self.unlogged.pop(0)  # first, so that `save_after` does not count it again
             skipped = self.health.record(oldest)
             if self.health.has_diverged:
-                raise DivergedError(f"{'; '.join(skipped)}; {self.describe_latest()}; {ADVICE}")
-            for line in skipped:
-                self.log(line)
+                raise DivergedError(f"{skipped}; {self.describe_latest()}; {ADVICE}")
+            if skipped:
+                self.log(skipped)
 
             is_summarized = self.logger.is_summary_step(oldest.step)
             diagnostics = self.diagnose(oldest) if is_summarized else None

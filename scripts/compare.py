@@ -51,7 +51,7 @@ RUNS = {
     "cifarnet-2-towers": f"{CIFARNET} --num_gpus=2",
     "speednet93-ema": f"--model=speednet93 {SPEEDNET} --ema_decay=0.9 --lookahead --num_gpus=1",
     "speednet94-muon": f"""--model=speednet94 {SPEEDNET} --optimizer=muon
-        --image_size_schedule=0=24,40%=32 --hard_example_pool=64 --num_gpus=2""",
+        --image_size_schedule=0=24,40%=32 --num_gpus=2""",
     "resnet20-synchronized": """--model=resnet20 --batch_statistics=synchronized --shift=4
         --num_gpus=2""",
     "mirrored": f"--model=speednet93 {SPEEDNET} --strategy=mirrored --num_gpus=2",

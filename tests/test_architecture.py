@@ -34,7 +34,6 @@ SAME_LAYER = {  # (folder, imported module or folder of the same layer): the rea
     ("files", "errors"): "the text of an error in one line",
     ("hardware", "errors"): "another backend of Keras raises UsageError",
     ("reporting", "training.diagnostics"): "plain result types cross folders",
-    ("reporting", "training.hard_examples"): "the name of the proxy in reports",
     ("reporting", "training.losses"): "the name of a loss term in reports",
     ("reporting", "training.optimizers"): "which learning rate stands for all",
     ("reporting", "training.runner"): "plain result types cross folders",

@@ -210,12 +210,6 @@ class DataSettings(Settings):
         high=256,
     )
     batch_size: int = setting(1536, "number of examples per step, over all towers", low=1)
-    hard_example_pool: int = setting(
-        0,
-        "draw this many examples per step, and train only on the --batch_size of them on which a "
-        "small proxy net has the highest loss; 0: off",
-        low=0,
-    )
     flip: str = setting(
         "alternating",
         "mirror training images: none; random; alternating: each in every other epoch",
@@ -401,11 +395,6 @@ class TrainConfig(  # dataclasses puts the fields of the last base first
             self.check_shares(self.num_gpus)
 
     @property
-    def examples_drawn(self) -> int:
-        """Number of examples that a step draws; it trains on `batch_size` of them."""
-        return self.hard_example_pool or self.batch_size
-
-    @property
     def net_image_size(self) -> int:
         """Height and width in pixels of the images that the net is evaluated on."""
         return self.crop or self.image_size
@@ -473,15 +462,13 @@ class TrainConfig(  # dataclasses puts the fields of the last base first
         """
         shares = num_towers * self.micro_batches
         parts = f" in {self.micro_batches} micro-batches each" if self.micro_batches > 1 else ""
-        for name in ("batch_size", "hard_example_pool"):
-            size = getattr(self, name)
-            if size % shares:
-                smaller = size // shares * shares
-                larger = smaller + shares
-                nearest = f"{smaller} and {larger}" if smaller else f"{larger}"
-                sharers = count(num_towers, "tower") + parts
-                return f"{name}={size} cannot be divided evenly by {sharers}; {nearest} can"
-        return ""
+        if self.batch_size % shares == 0:
+            return ""
+        smaller = self.batch_size // shares * shares
+        larger = smaller + shares
+        nearest = f"{smaller} and {larger}" if smaller else f"{larger}"
+        sharers = count(num_towers, "tower") + parts
+        return f"batch_size={self.batch_size} cannot be divided evenly by {sharers}; {nearest} can"
 
 
 # Combinations of settings that would silently train something else --------------------------------
@@ -542,11 +529,6 @@ CONFLICTS: tuple[
     (
         lambda c: c.strategy != "towers" and c.variable_placement not in ("", "cpu"),
         "variable_placement={variable_placement} works only with strategy=towers; leave it out",
-    ),
-    (
-        lambda c: c.strategy != "towers" and c.hard_example_pool,
-        "hard_example_pool={hard_example_pool} works only with strategy=towers; add "
-        "--hard_example_pool=0",
     ),
 )
 

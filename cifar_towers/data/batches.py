@@ -70,7 +70,7 @@ class Batches:
         if batch_size > count:
             raise UsageError(
                 f"a step draws {batch_size} examples, and there are only {count} for training; "
-                "give a smaller --batch_size or --hard_example_pool"
+                "give a smaller --batch_size"
             )
         self.batch_size = batch_size
         self.steps_per_epoch = count // batch_size

@@ -27,8 +27,6 @@ MODELS: dict[str, Callable[..., keras.Model]] = {
         logit_divisor=170,
     ),
     "speednet95": partial(speednet, widths=(128, 384, 384)),
-    "speednet96": partial(speednet, widths=(128, 384, 512), convs=3, momentum=0.9, residual=True),
-    "speednet_proxy": partial(speednet, widths=(32, 64, 64), momentum=0.9),
 }
 # model -> layer -> factor of its weight loss
 WEIGHT_DECAYS = {"cifarnet": {"local3": 0.004, "local4": 0.004}}

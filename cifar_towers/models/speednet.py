@@ -27,12 +27,10 @@ def speednet(
     num_classes: int = 10,
     *,
     widths: Sequence[int] = (64, 256, 256),
-    convs: int = 2,
     later_activation: str = "gelu",
     momentum: float = 0.6,
     head_std: float | None = None,
     logit_divisor: float = 9.0,
-    residual: bool = False,
     whitening: np.ndarray | None = None,
 ) -> keras.Model:
     """Make the net: [B, image_size, image_size, 3] normalized images -> [B, num_classes] logits,
@@ -40,12 +38,11 @@ def speednet(
 
     Args:
       image_size: if None, the net takes images of any size from 18 pixels.
-      widths: channels of the three groups, each of `convs` convolutions.
+      widths: channels of the three groups, each of two convolutions.
       later_activation: `gelu` or `silu` in the groups; the activation after the whitening is GELU.
       momentum: fraction of the batch norms' moving statistics that each step keeps.
       head_std: initial standard deviation of the head's weights; uniform +-1/sqrt(fan_in) if None.
       logit_divisor: what the head's outputs are divided by.
-      residual: add each group's first activation to the output of its last norm.
       whitening: [2, 2, 3, 24] kernel from `whitening_kernel`; zeros if not given, to be restored
         from a checkpoint.
     """
@@ -63,22 +60,17 @@ def speednet(
     }
     for number, width in enumerate(widths, 1):
         group = f"group{number}"
+        activation = f"{group}_{later_activation}"
 
         # the first convolution is thinned by a pooling, which discards an odd row and column
-        conv = Conv2D(width, 3, even_output=True, name=f"{group}_conv1", **conv_options)
-        x = keras.layers.MaxPooling2D(2, name=f"{group}_pool", **options)(conv(x))
+        x = Conv2D(width, 3, even_output=True, name=f"{group}_conv1", **conv_options)(x)
+        x = keras.layers.MaxPooling2D(2, name=f"{group}_pool", **options)(x)
         x = BatchNorm(momentum, scale=False, name=f"{group}_norm1", **options)(x)
-        x = Activation(later_activation, name=f"{group}_{later_activation}1", **options)(x)
-        first = x
+        x = Activation(later_activation, name=f"{activation}1", **options)(x)
 
-        for index in range(2, convs + 1):
-            x = Conv2D(width, 3, name=f"{group}_conv{index}", **conv_options)(x)
-            x = BatchNorm(momentum, scale=False, name=f"{group}_norm{index}", **options)(x)
-            if residual and index == convs:
-                x = keras.layers.Add(name=f"{group}_add", **options)([x, first])
-            x = Activation(later_activation, name=f"{group}_{later_activation}{index}", **options)(
-                x
-            )
+        x = Conv2D(width, 3, name=f"{group}_conv2", **conv_options)(x)
+        x = BatchNorm(momentum, scale=False, name=f"{group}_norm2", **options)(x)
+        x = Activation(later_activation, name=f"{activation}2", **options)(x)
 
     x = keras.layers.GlobalMaxPooling2D(name="pool", **options)(x)
     initializer = _uniform() if head_std is None else ScaledUniform(head_std)

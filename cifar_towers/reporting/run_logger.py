@@ -37,7 +37,6 @@ from cifar_towers.reporting.smoothed_losses import SmoothedLosses
 from cifar_towers.reporting.tensorboard_writer import EVAL, TRAIN, TensorBoardWriter
 from cifar_towers.towers import Tower, placement_report
 from cifar_towers.training.diagnostics import StepDiagnostics
-from cifar_towers.training.hard_examples import PROXY
 from cifar_towers.training.losses import EXAMPLE_LOSS
 from cifar_towers.training.optimizers import main_rate
 from cifar_towers.training.runner import FinishedStep
@@ -111,11 +110,10 @@ class RunLogger:
             f"parameters ({trainable:,} trainable), {self.setup.precision}; "
             f"{count(num_towers, 'tower')} of {share} on {devices} (strategy {config.strategy})"
         )
-        hardest = f", the hardest of {config.hard_example_pool}" if config.hard_example_pool else ""
         images = count(len(dataset.train.labels), "training image")
         steps = count(self.length.last, "step")
         self.log(
-            f"{dataset.name}: {images}; {steps} of {config.batch_size:,} images{hardest}, "
+            f"{dataset.name}: {images}; {steps} of {config.batch_size:,} images, "
             f"{self.length.steps_per_epoch} steps per epoch; writing to {config.directory}"
         )
 
@@ -246,9 +244,6 @@ class RunLogger:
             scalars[f"losses/{self._loss_name(term)} (raw)"] = loss
         for term, loss in self.smoothed_losses.averages().items():
             scalars[f"losses/{self._loss_name(term)}"] = loss
-        if finished.proxy_metrics:
-            scalars[f"{PROXY}/loss"] = finished.proxy_metrics.loss
-            scalars[f"{PROXY}/accuracy"] = finished.proxy_metrics.accuracy
         return scalars
 
     def _loss_name(self, term: str) -> str:

@@ -1,7 +1,6 @@
 """From settings to the parts of a run: devices, batches, model, state, step."""
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import logging
@@ -32,7 +31,6 @@ from cifar_towers.training.distributed_step import (
     make_multi_worker_strategy,
     make_strategy,
 )
-from cifar_towers.training.hard_examples import PROXY, HardExamples
 from cifar_towers.training.losses import cross_entropy, make_loss, widened
 from cifar_towers.training.optimizers import make_optimizer
 from cifar_towers.training.setup import RunSetup
@@ -107,12 +105,11 @@ def make_batches(
     towers: Sequence[Tower] = (),
 ) -> Batches:
     """Return the batches of a run over `train`; see `Batches`. They are copied to a single GPU
-    ahead of their step, unless they are pools that hard examples are selected from.
+    ahead of their step.
     """
-    takes_all = len(towers) == 1 and on_gpus(towers) and not config.hard_example_pool
-    device = towers[0].device if takes_all else ""
+    device = towers[0].device if len(towers) == 1 and on_gpus(towers) else ""
     return Batches(
-        train, config.examples_drawn, config.seed, config.flip, rows, bool(config.augment), device
+        train, config.batch_size, config.seed, config.flip, rows, bool(config.augment), device
     )
 
 
@@ -128,12 +125,7 @@ def make_training_augmentation(config: TrainConfig, info: DatasetInfo) -> Augmen
     augmentation = make_augmentation(config, info)
     if not config.augment:
         return augmentation
-    user_function = load_augmentation(
-        config.augment,
-        config.net_image_size,
-        len(info.class_names),
-        may_mix=not config.hard_example_pool,
-    )
+    user_function = load_augmentation(config.augment, config.net_image_size, len(info.class_names))
     return augmentation._replace(user_function=user_function)
 
 
@@ -205,10 +197,8 @@ def make_loss_fn(config: TrainConfig, model: keras.Model) -> Callable:
     return make_loss(make_example_loss(config, num_classes), weight_losses)
 
 
-def make_training(
-    setup: RunSetup, augmentation: Augmentation
-) -> tuple[TrainState, Any, HardExamples | None]:
-    """Return state and step of a run, and the selection of hard examples if it has one.
+def make_training(setup: RunSetup, augmentation: Augmentation) -> tuple[TrainState, Any]:
+    """Return state and step of a run.
 
     The step is a `tf.function` with the arguments that `step.make_update` describes. On a cluster,
     whose `strategy` joins the towers of all workers, the step also takes `stop_signal`.
@@ -224,7 +214,7 @@ def make_training(
 
 def _train_on_replicas(
     setup: RunSetup, augmentation: Augmentation, strategy: tf.distribute.Strategy
-) -> tuple[TrainState, Any, None]:
+) -> tuple[TrainState, Any]:
     """Return state and step with a copy of all variables on each tower."""
     with strategy.scope():
         state, loss_fn = make_state(setup.config, setup)
@@ -233,37 +223,26 @@ def _train_on_replicas(
     )
     # a signal is exchanged on a cluster only, and a traced function needs each of its arguments
     update = step.update_with_signal if setup.workers.size > 1 else step.update
-    return state, as_tf_function(update), None
+    return state, as_tf_function(update)
 
 
-def _train_on_towers(
-    setup: RunSetup, augmentation: Augmentation
-) -> tuple[TrainState, Any, HardExamples | None]:
-    """Return state and step with variables that the towers share, and what selects examples."""
+def _train_on_towers(setup: RunSetup, augmentation: Augmentation) -> tuple[TrainState, Any]:
+    """Return state and step with variables that the towers share."""
     config = setup.config
     towers = setup.towers
-    options: dict[str, Any] = {
-        "micro_batches": config.micro_batches,
-        "synchronized": config.batch_statistics == "synchronized",
-    }
     step_device = towers[0].device if config.jit_compile else HOST
     with place_variables(config, towers):
         state, loss_fn = make_state(config, setup, step_device)
-        update = make_update(state, towers, loss_fn, augmentation, **options)
-        compile_whole = config.jit_compile and len(towers) == 1 and not augmentation.user_function
-        train_step = as_tf_function(update, compile_whole)
-
-        if not config.hard_example_pool:
-            return state, train_step, None
-
-        with tf.name_scope(PROXY):
-            proxy, proxy_loss = make_state(proxy_config(config), setup, step_device)
-        proxy_update = make_update(proxy, towers, proxy_loss, augmentation, **options)
-        example_loss = make_example_loss(config, len(setup.dataset.info.class_names))
-        hard_examples = HardExamples(
-            proxy, proxy_update, towers, example_loss, augmentation, config.batch_size, **options
-        )
-    return state, train_step, hard_examples
+    update = make_update(
+        state,
+        towers,
+        loss_fn,
+        augmentation,
+        micro_batches=config.micro_batches,
+        synchronized=config.batch_statistics == "synchronized",
+    )
+    compile_whole = config.jit_compile and len(towers) == 1 and not augmentation.user_function
+    return state, as_tf_function(update, compile_whole)
 
 
 def place_variables(
@@ -283,28 +262,11 @@ def place_variables(
     return variable_placement("least_loaded" if is_too_much else "cpu", towers)
 
 
-def proxy_config(config: TrainConfig) -> TrainConfig:
-    """Return the config of the proxy net, which trains on the whole pool of examples and keeps no
-    averages.
-    """
-    return dataclasses.replace(
-        config,
-        model="speednet_proxy",
-        batch_size=config.hard_example_pool,
-        hard_example_pool=0,
-        ema_decay=0.0,
-        lookahead=False,
-    )
-
-
 def make_state(
     config: TrainConfig, setup: RunSetup, step_device: str = HOST
 ) -> tuple[TrainState, Callable]:
     """Return (state, loss function): everything with variables, in the placement of the surrounding
     scope.
-
-    Args:
-      config: the settings of the net or of its proxy, on the data of the setup.
     """
     train = setup.dataset.train
     model = make_model(config, setup.precision, train.info, train)
@@ -342,9 +304,7 @@ def make_image_size_fn(config: TrainConfig, length: schedules.RunLength) -> Call
 # An augmentation and a loss of the user's -----------------------------------------------------
 
 
-def load_augmentation(
-    name: str, image_size: int, num_classes: int, may_mix: bool = True
-) -> Callable:
+def load_augmentation(name: str, image_size: int, num_classes: int) -> Callable:
     """Return the function (images, labels, draws) -> (images, labels) of a user's augmentation.
 
     The user's function takes normalized images [b, s, s, 3] float32 and draws [b, 8], uniform
@@ -352,15 +312,10 @@ def load_augmentation(
     `labels` also takes the labels as one-hot rows [b, C] float32, and returns (images, labels).
 
     Raises:
-      UsageError: the function takes labels without `may_mix`, or `_check_function` refuses it.
+      UsageError: `_check_function` refuses the function.
     """
     function = load_function("augment", name)
     takes_labels = "labels" in inspect.signature(function).parameters
-    if takes_labels and not may_mix:
-        raise UsageError(
-            f"augment={name} takes labels, so it may mix the examples, and none could be chosen "
-            "as the hardest; add --hard_example_pool=0"
-        )
 
     def augment(
         images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor

@@ -14,7 +14,6 @@ from cifar_towers.data.batches import Batch
 from cifar_towers.models import layers
 from cifar_towers.models.keras_models import first_call, variable_values
 from cifar_towers.towers import Tower
-from cifar_towers.training.hard_examples import PROXY
 from cifar_towers.training.runner import FinishedStep
 from cifar_towers.training.step import StepGradients, StepMetrics, augment_shard
 
@@ -164,62 +163,40 @@ class Health:
     Attributes:
       skipped_steps: in all.
       skipped_in_a_row: the last ones.
-      proxy_skipped_in_a_row: the last updates of the proxy that were skipped.
     """
 
     def __init__(self, towers: Sequence[Tower]):
         self._towers = towers
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
-        self.proxy_skipped_in_a_row = 0
 
     @property
     def has_diverged(self) -> bool:
-        """Whether so many updates in a row were skipped that the run ends."""
-        longest = max(self.skipped_in_a_row, self.proxy_skipped_in_a_row)
-        return longest >= MAX_SKIPPED_STEPS
+        """Whether so many steps in a row were skipped that the run ends."""
+        return self.skipped_in_a_row >= MAX_SKIPPED_STEPS
 
     def metadata(self) -> dict[str, int]:
         """Return the counts, which checkpoints store."""
         return {
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
-            "proxy_skipped_in_a_row": self.proxy_skipped_in_a_row,
         }
 
     def restore(self, metadata: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's metadata."""
         self.skipped_steps = metadata["skipped_steps"]
         self.skipped_in_a_row = metadata["skipped_in_a_row"]
-        self.proxy_skipped_in_a_row = metadata["proxy_skipped_in_a_row"]
 
-    def record(self, finished: FinishedStep) -> list[str]:
-        """Count a finished step; return a line with the reason for each update that was skipped:
-        that of the net, which is the step, and that of the proxy.
-        """
-        lines = []
+    def record(self, finished: FinishedStep) -> str:
+        """Count a finished step; return the reason if it was skipped, otherwise an empty line."""
         if finished.metrics.updated:
             self.skipped_in_a_row = 0
-        else:
-            self.skipped_steps += 1
-            self.skipped_in_a_row += 1
-            reason = describe_nonfinite(finished.metrics, self._towers)
-            lines.append(_skip_line(f"step {finished.step}", self.skipped_in_a_row, reason))
-
-        proxy = finished.proxy_metrics
-        if proxy and proxy.updated:
-            self.proxy_skipped_in_a_row = 0
-        elif proxy:
-            self.proxy_skipped_in_a_row += 1
-            reason = describe_nonfinite(proxy, self._towers)
-            of_proxy = f"the {PROXY}'s update of step {finished.step}"
-            lines.append(_skip_line(of_proxy, self.proxy_skipped_in_a_row, reason))
-        return lines
-
-
-def _skip_line(update: str, in_a_row: int, reason: str) -> str:
-    ends = f"{in_a_row} in a row; the run ends after {MAX_SKIPPED_STEPS}"
-    return f"{update} was skipped ({ends}): {reason}"
+            return ""
+        self.skipped_steps += 1
+        self.skipped_in_a_row += 1
+        ends = f"{self.skipped_in_a_row} in a row; the run ends after {MAX_SKIPPED_STEPS}"
+        reason = describe_nonfinite(finished.metrics, self._towers)
+        return f"step {finished.step} was skipped ({ends}): {reason}"
 
 
 def describe_nonfinite(metrics: StepMetrics, towers: Sequence[Tower]) -> str:

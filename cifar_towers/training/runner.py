@@ -9,7 +9,6 @@ from tensorflow.python.eager import context, executor
 
 from cifar_towers.data.batches import Batch
 from cifar_towers.towers.placement import HOST
-from cifar_towers.training.hard_examples import HardExamples
 from cifar_towers.training.step import StepGradients, StepMetrics
 
 
@@ -27,30 +26,20 @@ class StartedStep(NamedTuple):
     """A step that may still run: its values are tensors."""
 
     inputs: StepInput
-    batch: Batch  # the examples that are trained on
     metrics: StepMetrics
     gradients: StepGradients | None
-    proxy_metrics: StepMetrics | None
 
 
 class FinishedStep(NamedTuple):
     """A step that has run: its values are NumPy arrays."""
 
     step: int  # number of finished steps, this one included
-    batch: Batch  # the examples that were trained on, as tensors
+    batch: Batch  # as tensors
     rates: dict[str, float]
     image_size: int
     metrics: StepMetrics
     gradients: StepGradients | None = None  # None unless they were asked for
-    proxy_metrics: StepMetrics | None = None  # of the proxy's step, which chose the batch
     end: float = 0.0  # when the metrics had been read, by `time.monotonic`
-
-
-class TracedStep(NamedTuple):
-    """The functions that were traced for steps of one image size."""
-
-    update: tf.types.experimental.ConcreteFunction
-    select: tf.types.experimental.ConcreteFunction | None  # of the hard examples
 
 
 class StepRunner:
@@ -60,13 +49,12 @@ class StepRunner:
 
     Args:
       train_step: the step as a `tf.function`; see `build.make_training`.
-      hard_examples: selects the part of each batch that is trained on.
     """
 
-    def __init__(self, train_step: Any, hard_examples: HardExamples | None = None):
+    def __init__(self, train_step: Any):
         self.train_step = train_step
-        self.hard_examples = hard_examples
-        self.traced: dict[int, TracedStep] = {}  # by image size
+        # by image size
+        self.traced: dict[int, tf.types.experimental.ConcreteFunction] = {}
         # a thread of Python's would first wait for the interpreter's lock
         self._steps = executor.new_executor(enable_async=True)
         self._metrics = ThreadPoolExecutor(1, thread_name_prefix="metrics")
@@ -82,18 +70,10 @@ class StepRunner:
         return inputs.image_size in self.traced
 
     def trace(self, inputs: StepInput) -> tf.types.experimental.ConcreteFunction:
-        """Trace a step without running it; return the function of its update."""
-        arguments = _arguments(inputs)
-        select = None
-        if self.hard_examples:
-            select = self.hard_examples.select.get_concrete_function(**arguments)
-            selected, _ = select.structured_outputs
-            arguments["batch"] = tf.nest.map_structure(
-                lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), selected
-            )
-        update = self.train_step.get_concrete_function(**arguments)
-        self.traced[inputs.image_size] = TracedStep(update, select)
-        return update
+        """Trace a step without running it; return its function."""
+        traced = self.train_step.get_concrete_function(**_arguments(inputs))
+        self.traced[inputs.image_size] = traced
+        return traced
 
     def start(self, inputs: StepInput, keep_gradients: bool) -> list[FinishedStep]:
         """Start a step, which must be traced. Then wait for the step before it, and return that
@@ -125,27 +105,21 @@ class StepRunner:
         self._steps.clear_error()  # otherwise the thread would print it again at its end
 
     def _call(self, inputs: StepInput) -> StartedStep:
-        """Call the traced functions of a step."""
-        # calling the `tf.function`s takes twice as long: they look up what was traced
-        traced = self.traced[inputs.image_size]
-        arguments = _arguments(inputs)
-        proxy_metrics = None
-        if traced.select:
-            arguments["batch"], proxy_metrics = traced.select(**arguments)
-        metrics, gradients = traced.update(**arguments)
-        return StartedStep(inputs, arguments["batch"], metrics, gradients, proxy_metrics)
+        """Call the traced function of a step."""
+        # calling the `tf.function` takes twice as long: it looks up what was traced
+        metrics, gradients = self.traced[inputs.image_size](**_arguments(inputs))
+        return StartedStep(inputs, metrics, gradients)
 
 
 def _read(started: StartedStep) -> FinishedStep:
     """Wait for a step, and return it."""
     return FinishedStep(
         step=started.inputs.step + 1,
-        batch=started.batch,
+        batch=started.inputs.batch,
         rates=started.inputs.rates,
         image_size=started.inputs.image_size,
         metrics=to_numpy(started.metrics),
         gradients=to_numpy(started.gradients),
-        proxy_metrics=to_numpy(started.proxy_metrics),
         end=time.monotonic(),
     )
 

@@ -43,7 +43,7 @@ class RunSetup:
     @property
     def rows(self) -> tuple[int, int]:
         """Return (first, count) of the rows of each batch that this process draws."""
-        count = self.config.examples_drawn * len(self.local_towers) // len(self.towers)
+        count = self.config.batch_size * len(self.local_towers) // len(self.towers)
         return self.workers.index * count, count
 
 
@@ -68,7 +68,7 @@ def make_setup(
         local_towers=local_towers,
         precision=choose_precision(config.precision, local_towers[0].device),
         workers=workers,
-        length=config.run_length(len(dataset.train.labels) // config.examples_drawn),
+        length=config.run_length(len(dataset.train.labels) // config.batch_size),
     )
     difference = workers.describe_difference(shared_values(setup)) if workers.size > 1 else ""
     if difference:

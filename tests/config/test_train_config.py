@@ -70,7 +70,6 @@ REFUSALS = {  # what a program's message must mention
             ["--strategy=mirrored", "--variable_placement=round_robin"],
             "variable_placement=round_robin",
         ),
-        (["--strategy=mirrored", "--hard_example_pool=4096"], "hard_example_pool=4096"),
     ],
     EvaluateConfig: [
         ([], "--train_dir"),
@@ -222,7 +221,7 @@ def test_cifarnet_trains_100_000_steps_as_the_tutorial_does():
     [
         ({"batch_size": 1024}, 7, 4),
         ({"batch_size": 1024}, 8, 8),
-        ({"batch_size": 1000, "hard_example_pool": 1500}, 8, 5),
+        ({"batch_size": 1000}, 7, 5),
         ({"batch_size": 1001, "micro_batches": 2}, 2, 1),  # no number divides it
     ],
 )

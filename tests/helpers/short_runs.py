@@ -21,7 +21,7 @@ from tests.helpers.configs import TINY_NET, recipe
 
 QUICK = recipe(
     "smoke",
-    model="speednet_proxy",
+    model="speednet93",
     image_size=20,
     image_size_schedule="0=18,50%=20",
     shift=0,

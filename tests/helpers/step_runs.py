@@ -28,9 +28,7 @@ class StepRun:
             length=RunLength(self.batches.steps_per_epoch, 100, 100),
         )
         augmentation = build.make_training_augmentation(config, examples.info)
-        self.state, self.train_step, self.hard_examples = build.make_training(setup, augmentation)
-        self.selected = None  # the hard examples of the last step
-        self.proxy_metrics = None
+        self.state, self.train_step = build.make_training(setup, augmentation)
         self.gradients = None  # of the last step
 
     def rates(self, step=0, rate=None):
@@ -47,35 +45,19 @@ class StepRun:
         """
         batch = self.batches.at(number) if batch is None else batch
         rates = rates or self.rates(number)
-        if self.hard_examples:
-            batch, proxy_metrics = self.hard_examples.select(batch, rates, **options)
-            self.selected = to_numpy(batch)
-            self.proxy_metrics = to_numpy(proxy_metrics)
         metrics, self.gradients = to_numpy(self.train_step(batch, rates, **options))
         return metrics
 
     def traced(self):
-        """Return the functions of the first step: of the selection of hard examples, and the
-        step's.
-        """
-        batch = self.batches.at(0)
-        rates = self.rates()
-        if not self.hard_examples:
-            return [self.train_step.get_concrete_function(batch, rates)]
-        selection = self.hard_examples.select.get_concrete_function(batch, rates)
-        selected, _ = self.hard_examples.select(batch, rates)
-        return [selection, self.train_step.get_concrete_function(selected, rates)]
+        """Return the function of the first step."""
+        return self.train_step.get_concrete_function(self.batches.at(0), self.rates())
 
     def values(self, prefix=""):
         """Return the variables' values whose names in checkpoints begin with `prefix`, by the rest
         of the name.
         """
-        named = self.state.named_variables()
-        if self.hard_examples:
-            proxy = self.hard_examples.proxy.named_variables()
-            named |= {f"proxy.{name}": variable for name, variable in proxy.items()}
         return {
             name.removeprefix(prefix): variable.numpy()
-            for name, variable in named.items()
+            for name, variable in self.state.named_variables().items()
             if name.startswith(prefix)
         }

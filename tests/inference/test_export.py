@@ -43,7 +43,7 @@ def net(num_classes):
 # all layers of the project's models, both kinds of preprocessing, with and without a crop, and an
 # own layer
 RUNS = {
-    "speednet": {"model": "speednet_proxy"},
+    "speednet": {"model": "speednet93"},
     "cifarnet": {"model": "cifarnet", "crop": 23, "standardize": "image"},
     "resnet": {"model": "resnet20"},
     "own": {"model": "nets.py:net"},

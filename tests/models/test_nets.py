@@ -34,7 +34,7 @@ def test_number_of_parameters(name):
         ("cifarnet", 24, "float32"),
         ("resnet20", 24, "mixed_bfloat16"),
         ("speednet93", None, "mixed_bfloat16"),
-        pytest.param("speednet96", None, "float32", marks=pytest.mark.slow),
+        pytest.param("speednet95", None, "float32", marks=pytest.mark.slow),
     ],
 )
 def test_logits_and_a_gradient_for_every_weight(name, size, dtype):
@@ -55,14 +55,6 @@ def test_logits_and_a_gradient_for_every_weight(name, size, dtype):
 
     gradients = tape.gradient(logits, values)
     assert [gradient.shape for gradient in gradients] == [value.shape for value in values]
-
-
-def test_speednet96_residual_skips_the_last_two_convolutions():
-    model = MODELS["speednet96"]()
-    for group in (1, 2, 3):
-        inputs = model.get_layer(f"group{group}_add").input
-        names = [tensor._keras_history[0].name for tensor in inputs]
-        assert names == [f"group{group}_norm3", f"group{group}_gelu1"]
 
 
 def test_identity_first_passes_channels_through():

@@ -134,7 +134,6 @@ def test_seconds_of_earlier_starts_count(tmp_path):
     [
         {"optimizer": "muon", "lookahead": True},
         {"jit_compile": True, "num_gpus": 1},
-        pytest.param({"batch_size": 50, "hard_example_pool": 200}, marks=pytest.mark.slow),
         {"micro_batches": 2},
         pytest.param(
             {"optimizer": "adamw", "variable_placement": "round_robin"}, marks=pytest.mark.slow
@@ -146,7 +145,7 @@ def test_seconds_of_earlier_starts_count(tmp_path):
     ids=lambda settings: "-".join(settings),
 )
 def test_every_kind_of_state_is_restored(tmp_path, capsys, settings):
-    """Compare all variables of the last checkpoint: also slots, averages and the proxy net."""
+    """Compare all variables of the last checkpoint: also slots and averages."""
     config = replace(
         TWO_TOWERS, max_steps=6, checkpoint_every_steps=3, learning_rate=0.01, **settings
     )

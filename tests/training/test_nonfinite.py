@@ -60,49 +60,27 @@ def test_a_gradient_that_is_not_finite_is_named_by_its_norm(towers):
     assert describe_nonfinite(metrics, towers(2)) == "the norm of the mean gradient is not finite"
 
 
-def finished(step, finite, proxy_finite=True):
-    """Return a step of a net and its proxy whose losses are finite, or not."""
-
-    def metrics(finite):
-        return SimpleNamespace(updated=finite, tower_losses=np.array([0.0 if finite else np.nan]))
-
-    return FinishedStep(
-        step, np.array([7, 8]), {}, 32, metrics(finite), proxy_metrics=metrics(proxy_finite)
-    )
+def finished(step, finite):
+    """Return a step whose losses are finite, or not."""
+    metrics = SimpleNamespace(updated=finite, tower_losses=np.array([0.0 if finite else np.nan]))
+    return FinishedStep(step, np.array([7, 8]), {}, 32, metrics)
 
 
 def test_skipped_steps_are_counted_in_all_and_in_a_row(towers):
-    """A skipped update of the proxy is no skipped step, and its own row ends the run, too."""
     health = Health(towers(1))
     later = Health(towers(1))
-    steps = (
-        finished(6, True),
-        finished(7, False),
-        finished(8, True),
-        finished(9, False),
-        finished(10, True, False),
-    )
+    steps = (finished(6, True), finished(7, False), finished(8, True), finished(9, False))
     lines = [health.record(step) for step in steps]
 
-    assert lines[0] == lines[2] == []
-
-    (of_step_7,) = lines[1]
-    (of_step_9,) = lines[3]
-    (of_step_10,) = lines[4]
-    assert lines_with(of_step_7, "step 7 ", "1 in a row", "loss of tower_0")
-    assert lines_with(of_step_9, "step 9 ", "1 in a row")
-    assert "proxy" not in of_step_9
-    assert lines_with(of_step_10, "proxy's update of step 10 ", "1 in a row", "loss of tower_0")
-    assert health.metadata() == {
-        "skipped_steps": 2,
-        "skipped_in_a_row": 0,
-        "proxy_skipped_in_a_row": 1,
-    }
+    assert lines[0] == lines[2] == ""
+    assert lines_with(lines[1], "step 7 ", "1 in a row", "loss of tower_0")
+    assert lines_with(lines[3], "step 9 ", "1 in a row")
+    assert health.metadata() == {"skipped_steps": 2, "skipped_in_a_row": 1}
 
     later.restore(health.metadata() | {"step": 20})
-    assert len(later.record(finished(21, False, False))) == 2
+    assert lines_with(later.record(finished(21, False)), "step 21 ", "2 in a row")
     assert not later.has_diverged
 
-    later.record(finished(22, True, False))
+    later.record(finished(22, False))
     assert later.has_diverged
-    assert later.skipped_steps == 3
+    assert later.skipped_steps == 4

@@ -47,7 +47,7 @@ def test_a_step_ran_where_the_policy_says(towers, examples, policy):
     its variable.
     """
     on_towers = towers(4)
-    settings = {"model": "speednet_proxy", "batch_size": 8}
+    settings = {"model": "speednet93", "batch_size": 8}
     run = StepRun(on_towers, examples, TrainConfig(variable_placement=policy, **settings))
     devices = partitions(lambda: run.step(0), 4)
     work = {}

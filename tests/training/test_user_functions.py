@@ -3,7 +3,6 @@ is refused.
 """
 
 import re
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +112,6 @@ def test_own_loss_replaces_the_cross_entropy(train):
             "(4, 20, 20, 3) float32, (4,) int32, not (4, 19, 20, 3) float32, (4,) int32",
         ),
         (load_augmentation, "no_labels", "(4, 20, 20, 3) float32, (4, 10) float32"),
-        (partial(load_augmentation, may_mix=False), "mixup", "--hard_example_pool=0"),
         (lambda name, *_: load_loss(name, 10), "total", "(4,) float32, not () float32"),
     ],
 )
