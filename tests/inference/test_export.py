@@ -93,8 +93,11 @@ def write_run(config):
 
     dense = [layer for layer in model.layers if isinstance(layer, keras.layers.Dense)]
     head = dense[-1]
-    logits = model(build.make_augmentation(config, info).evaluate(IMAGES))
-    head.kernel.assign(head.kernel / np.std(logits, 0).mean())
+    images = build.make_augmentation(config, info).evaluate(IMAGES)
+    # no class is the likeliest of all images
+    mean = np.mean(keras.Model(model.input, head.input)(images), 0)
+    head.kernel.assign_sub(np.outer(mean, mean @ np.array(head.kernel)) / (mean @ mean))
+    head.kernel.assign(head.kernel / np.std(model(images), 0).mean())
 
     values = {}
     for variable in variables:
