@@ -101,7 +101,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[argparse.Na
     )
     frameworks.add_argument(
         "--nets",
-        type=names_among(tuple(NETS)),
+        type=names_among(tuple(NETS), or_own_nets=True),
         default="speed94,resnet20,cifarnet",
         help=f"of {', '.join(NETS)}; or file.py:function, a Keras net of yours, in batches of 128 "
         "images of 32x32; default: %(default)s",
@@ -115,13 +115,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[argparse.Na
     return parser.parse_known_args(arguments)
 
 
-def names_among(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return a function that parses names separated by commas; `file.py:function` is one, too."""
+def names_among(known: Sequence[str], or_own_nets: bool = False) -> Callable[[str], list[str]]:
+    """Return a function that parses names separated by commas."""
 
     def parse(text: str) -> list[str]:
         names = text.split(",")
         for name in names:
-            if name not in known and not is_own(name):
+            if name not in known and not (or_own_nets and is_own(name)):
                 raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
         return names
 
@@ -197,13 +197,15 @@ def measure_frameworks(
     model, size, batch_size = net_and_sizes(net)
     recipe, _, _ = net.partition("-")
     crop = size if size < 32 else 0
+    defaults = ["--dataset=auto"]
     net_flags = [f"--recipe={recipe}"]
     if is_own(net):
-        net_flags = ["--recipe=resnet20", f"--model={model}", "--learning_rate=0.01"]
+        defaults.append("--learning_rate=0.01")
+        net_flags = ["--recipe=resnet20", f"--model={model}"]
     training = [
-        "--dataset=auto",
-        *net_flags,
+        *defaults,
         *flags,
+        *net_flags,
         f"--crop={crop}",
         "--image_size_schedule=",
         f"--batch_size={batch_size}",

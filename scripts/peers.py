@@ -2,10 +2,9 @@
 prints images/s.
 
 The nets are those of `cifar_towers/models/`, written as a user of Keras or PyTorch writes them, or
-`file.py:function`, a Keras net of the user's. A
-step computes the cross entropy, its gradients and an update by momentum SGD. It repeats one batch
-that is in memory, without input and augmentation. The whitening of speednet94 is not trained, as in
-ours.
+`file.py:function`, a Keras net of the user's. A step computes the cross entropy, its gradients and
+an update by momentum SGD. It repeats one batch that is in memory, without input and augmentation.
+The whitening of speednet94 is not trained, as in ours.
 """
 
 import inspect
@@ -105,11 +104,7 @@ def keras_fit(
 def keras_net(net: str, image_size: int):
     """Make a net of Keras's own layers, or the user's."""
     if net not in TRAINED_PARAMETERS:
-        path, _, name = net.rpartition(":")
-        function = runpy.run_path(path)[name]
-        arguments = {"image_size": image_size, "num_classes": 10}
-        taken = inspect.signature(function).parameters
-        return function(**{name: value for name, value in arguments.items() if name in taken})
+        return own_net(net, image_size)
 
     import keras
     import tensorflow as tf
@@ -151,6 +146,15 @@ def keras_net(net: str, image_size: int):
     x = L.Flatten()(L.MaxPooling2D(3, 2, "same")(L.Lambda(response_norm, dtype="float32")(x)))
     x = L.Dense(192, activation="relu")(L.Dense(384, activation="relu")(x))
     return keras.Model(images, L.Dense(10, dtype="float32")(x))
+
+
+def own_net(net: str, image_size: int):
+    """Make a net of the user's, with those of the two arguments that its function has."""
+    path, _, name = net.rpartition(":")
+    function = runpy.run_path(path)[name]
+    known = {"image_size": image_size, "num_classes": 10}
+    taken = inspect.signature(function).parameters
+    return function(**{argument: known[argument] for argument in known if argument in taken})
 
 
 # PyTorch ------------------------------------------------------------------------------------------

@@ -205,6 +205,9 @@ def test_a_net_of_the_users_is_compared_with_keras_alone(monkeypatch):
     args, _ = benchmark.parse_arguments(["frameworks", f"--nets=resnet20,{OWN_NET}"])
     assert args.nets == ["resnet20", OWN_NET]
 
+    with pytest.raises(SystemExit):
+        benchmark.parse_arguments(["frameworks", f"--frameworks={OWN_NET}"])
+
     images = np.zeros([4, 32, 32, 3], np.float32)
     trained, make_steps = peers.keras_fit(OWN_NET, images, np.zeros(4), "float32")
     assert trained == 408_938
