@@ -7,6 +7,9 @@ BIN := .venv/bin
 NVIDIA := $(wildcard /proc/driver/nvidia/version /usr/lib/wsl/lib/libcuda.so.1)
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt -e
 
+# without byte code every start takes twice as long; the first start writes it
+unexport PYTHONDONTWRITEBYTECODE
+
 # a flag overrides the recipe wherever it stands, and smoke has data of its own
 RECIPE := --recipe=$(CONFIG) $(if $(filter smoke,$(CONFIG)),,--dataset=auto)
 
@@ -29,8 +32,6 @@ setup: .venv/ready  ## install what the programs need into .venv; every other ta
 	@echo "setting up .venv (a minute or two, once)"
 	@$(BIN)/python -c 'import pip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	$(INSTALL) '.$(if $(NVIDIA),[gpu])'
-	@# compile what every start imports: where Python may not write byte code itself, compiling is half of a start's time
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import keras.src.backend.tensorflow, tensorflow, tensorflow_datasets, tensorboard.main' 2>/dev/null || true
 	@touch $@
 
 # what only tests, exports and API pages need is installed when it is needed: it takes half as long again
