@@ -115,14 +115,16 @@ def describe(run: Run) -> dict[str, Any]:
 
 
 def shared_score(runs: Sequence[Run]) -> str:
-    """Return the name of a test score that all runs have, or an empty string.
+    """Return the name of the score by which runs are compared, or an empty string.
 
-    The score is with TTA, if possible.
+    All runs have it. The validation images come before the test images, which must not choose a
+    setting, and test-time augmentation comes before none.
     """
     names = set.intersection(*(set(run.scores) for run in runs))
     shared = [score for name, score in runs[0].scores.items() if name in names]
-    reported = reported_score([score for score in shared if score["split"] == "test"])
-    return score_name(reported) if reported else ""
+    held_out = [score for score in shared if score["split"] == "validation"]
+    compared = reported_score(held_out or shared)
+    return score_name(compared) if compared else ""
 
 
 def format_table(runs: Sequence[Run]) -> str:

@@ -297,6 +297,20 @@ def test_groups_are_compared_by_a_score_that_all_have(tmp_path):
     assert line.endswith("; test_tta")
 
 
+def test_groups_are_compared_on_held_out_images_if_all_have_some(pairs):
+    for path, accuracy in zip(pairs, (0.80, 0.82, 0.79, 0.81), strict=True):
+        write_scores(path, *read_result(path)["evaluations"], HELD_OUT | {"accuracy": accuracy})
+    (line,) = table.compare_groups(grouped(*pairs))
+
+    assert line.startswith("lr0.3 - lr1.5: +1.00 points (Welch, ")
+    assert line.endswith("; validation")
+
+    write_scores(pairs[0], *read_result(pairs[0])["evaluations"][:1])
+    (line,) = table.compare_groups(grouped(*pairs))
+
+    assert line.endswith("; test")
+
+
 def test_a_group_is_called_by_the_directory_that_holds_only_its_runs(tmp_path):
     """Otherwise by its recipe, and by the setting that differs from others of this recipe."""
     for folder, batch_size in (("plain", 512), ("large/all", 1024), ("large/rest", 1024)):
