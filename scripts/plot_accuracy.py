@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Draw the test accuracy of runs over their minutes of training, as in README.
+"""Draw the accuracy of runs over their minutes of training, as in README.
 
   plot_accuracy.py runs/speed94-seed0 runs/speed95-seed0 --out=docs/accuracy.png
 
-A run is evaluated along the way by --eval_every_epochs. Evaluations take no part of the minutes.
+It is the accuracy on held-out images if all runs have some, otherwise the test accuracy. A run is
+evaluated along the way by --eval_every_epochs. Evaluations take no part of the minutes.
 """
 
 import argparse
@@ -32,16 +33,17 @@ def main() -> None:
 
 
 def draw(runs: Sequence[Run]) -> Figure:
-    """Draw the test accuracies of each run: a line without test-time augmentation, a star with it.
+    """Draw the accuracies of each run: a line without test-time augmentation, a star with it.
 
     A run is called as its recipe, or by its directory if another run has the same recipe.
     """
     figure = Figure((8, 4.2), layout="constrained")
     axes = figure.subplots()
     titles = [run.title for run in runs]
+    split = "validation" if all("validation" in run.scores for run in runs) else "test"
     for run in runs:
-        best = run.reported_score
-        plain = [r for r in run.evaluations if (r["split"], r["tta"]) == ("test", False)]
+        best = run.scores.get(f"{split}_tta", run.scores[split])
+        plain = [r for r in run.evaluations if (r["split"], r["tta"]) == (split, False)]
         minutes = [record["training_seconds"] / 60 for record in plain]
         title = run.title if titles.count(run.title) == 1 else run.name
         name = f"{title}: {100 * best['accuracy']:.2f} %"
@@ -63,7 +65,7 @@ def draw(runs: Sequence[Run]) -> Figure:
         f"{'; '.join(sorted(machines))}\nlines: without test-time augmentation; stars: with it",
         fontsize=9,
     )
-    axes.set(xlabel="minutes of training", ylabel="test accuracy, %")
+    axes.set(xlabel="minutes of training", ylabel=f"{split} accuracy, %")
     axes.grid(alpha=0.4)
     axes.legend(loc="lower right")
     return figure

@@ -149,8 +149,8 @@ def _faster_kernel_gradient(images: tf.Tensor, kernel: tf.Tensor) -> KernelGradi
         return None
 
     if images.dtype == tf.bfloat16:
-        if "amx_bf16" in processor_features() and None not in images.shape:
-            is_narrow = images.shape[2] <= NARROW_COLUMNS
+        if "amx_bf16" in processor_features():
+            is_narrow = images.shape[2] <= NARROW_COLUMNS and images.shape[0] is not None
             return _kernel_gradient_side_by_side if is_narrow else None
         suits = _has_many_products(images, kernel, 64 * 256)
         return _kernel_gradient_by_winograd if suits else None

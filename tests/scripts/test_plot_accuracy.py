@@ -4,7 +4,14 @@ import pytest
 
 from cifar_towers.runs.table import read_runs
 from scripts.plot_accuracy import draw
-from tests.helpers.example_runs import STEPS, make_run
+from tests.helpers.example_runs import (
+    STEPS,
+    make_run,
+    read_records,
+    read_result,
+    write_records,
+    write_scores,
+)
 
 
 def test_a_run_is_a_line_without_tta_and_a_star_with_it(tmp_path):
@@ -25,3 +32,18 @@ def test_runs_of_one_recipe_are_called_by_their_directories(tmp_path):
     (axes,) = draw(read_runs([tmp_path])).axes
     names = [text.get_text().split(":")[0] for text in axes.get_legend().get_texts()]
     assert names == ["plain", "slower"]
+
+
+def test_accuracies_are_those_on_held_out_images_if_there_are_some(tmp_path):
+    run = make_run(tmp_path / "run")
+    records = []
+    for record in read_records(run):
+        records.append(record)
+        if record["kind"] == "eval":
+            records.append(record | {"split": "validation", "accuracy": 0.5})
+    write_scores(run, *read_result(run)["evaluations"], {"split": "validation", "accuracy": 0.5})
+    write_records(run, records)
+    (axes,) = draw(read_runs([tmp_path])).axes
+
+    assert axes.get_ylabel() == "validation accuracy, %"
+    assert set(axes.lines[0].get_ydata()) == {50.0}
