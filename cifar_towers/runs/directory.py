@@ -166,7 +166,8 @@ def open_run(config: TrainConfig) -> Iterator[RunDirectory]:
         finally:
             if [each.name for each in path.iterdir()] == [files.LOCK]:  # nothing was written
                 (path / files.LOCK).unlink()
-                path.rmdir()
+                with contextlib.suppress(OSError):  # a volume of a container cannot be removed
+                    path.rmdir()
 
 
 def _check_is_run(path: Path, overwrite: bool) -> None:

@@ -144,6 +144,12 @@ def test_a_run_with_only_damaged_checkpoints_is_refused(config):
     assert not config.directory.exists()
 
 
+def test_a_volume_that_cannot_be_removed_hides_no_error(config, monkeypatch):
+    monkeypatch.setattr(Path, "rmdir", Mock(side_effect=OSError(16, "Device or resource busy")))
+    with pytest.raises(UsageError, match="no logits"), open_run(config):
+        raise UsageError("no logits")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
