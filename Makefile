@@ -92,8 +92,9 @@ lint: .venv/dev-ready  ## check style and docstrings (ruff) and types (mypy)
 	@$(BIN)/mypy
 
 format: .venv/dev-ready  ## fix style (ruff)
-	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff check --fix --exit-zero --quiet .
 	@$(BIN)/ruff format .
+	@$(BIN)/ruff check .
 
 docs: .venv/docs-ready  ## write the pages of the Python interface, from its docstrings, to build/api/
 	@# a module that has the name of a public function gets no page

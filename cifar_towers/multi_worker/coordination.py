@@ -113,8 +113,8 @@ def _explain(cluster: Workers, error: BaseException) -> RunError | None:
     silent = "heartbeat" in text
     reason = f"sent no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS} s" if silent else "was lost"
     return WorkerLostError(
-        f"{cluster.name(index)} {reason}; the launcher restarts the workers; without it, start "
-        "all of them again to resume from the last checkpoint"
+        f"{cluster.name(index)} {reason}; start all workers again to resume from the last "
+        "checkpoint, unless `cifar-towers launch` restarts them"
     )
 
 
