@@ -36,8 +36,8 @@ def fused(function: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
 def fused_moves(function: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:
     """Return `fused(function)` for a function that only moves values.
 
-    Half types are moved as integers: XLA's CPU code takes up to six times as long to move them as
-    such.
+    Half types are moved as integers, and then have no gradient: XLA's CPU code takes up to six
+    times as long to move them as such.
     """
 
     def move(x: tf.Tensor) -> tf.Tensor:

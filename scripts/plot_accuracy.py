@@ -35,25 +35,25 @@ def main() -> None:
 def draw(runs: Sequence[Run]) -> Figure:
     """Draw the accuracies of each run: a line without test-time augmentation, a star with it.
 
-    A run is called as its recipe, or by its directory if another run has the same recipe.
+    A run is named after its recipe, or its directory if another run has the same recipe.
     """
     figure = Figure((8, 4.2), layout="constrained")
     axes = figure.subplots()
     titles = [run.title for run in runs]
     split = "validation" if all("validation" in run.scores for run in runs) else "test"
     for run in runs:
-        best = run.scores.get(f"{split}_tta", run.scores[split])
+        final = run.scores.get(f"{split}_tta", run.scores[split])
         plain = [r for r in run.evaluations if (r["split"], r["tta"]) == (split, False)]
         minutes = [record["training_seconds"] / 60 for record in plain]
         title = run.title if titles.count(run.title) == 1 else run.name
-        name = f"{title}: {100 * best['accuracy']:.2f} %"
+        name = f"{title}: {100 * final['accuracy']:.2f} %"
         (line,) = axes.plot(
             minutes, [100 * record["accuracy"] for record in plain], marker="o", label=name
         )
-        if best["tta"]:
+        if final["tta"]:
             axes.plot(
                 minutes[-1],
-                100 * best["accuracy"],
+                100 * final["accuracy"],
                 marker="*",
                 markersize=13,
                 color=line.get_color(),

@@ -30,7 +30,7 @@ def average_gradients(
     Returns:
       N x (mean gradient, variable). With one tower, its pairs unchanged. A variable that no tower
       has a gradient for keeps `None`; where only some towers have one, the others count as zeros.
-      Where all that there are are sparse, the mean is sparse.
+      The mean is sparse if no tower's gradient is dense.
 
     Raises:
       ValueError: towers that disagree on their variables or their order, or not one weight per

@@ -35,7 +35,7 @@ def ops(dtype, channels, device, strides=1, padding="SAME", filters=64):
 GRADIENT_SIZES = [((4, 7, 7), (3, 3)), ((4, 5, 6), (5, 3)), ((4, 2, 2), (3, 5))]
 WINOGRAD_SIZES = [(1, 15, 15), (3, 8, 4), (3, 7, 7), (1, 3, 3), (3, 2, 2)]
 # dtype, channels, filters, the largest error as a part of the largest value
-CASES = [("avx2", ("bfloat16", 64, 256, 0.07), size, (3, 3)) for size in WINOGRAD_SIZES]
+CASES = [("avx512_bf16", ("bfloat16", 64, 256, 0.07), size, (3, 3)) for size in WINOGRAD_SIZES]
 CASES += [("amx_bf16", ("bfloat16", 16, 64, 0.01), *sizes) for sizes in GRADIENT_SIZES]
 CASES += [("avx2", ("float32", 24, 64, 1e-5), *sizes) for sizes in GRADIENT_SIZES]
 CASES += [("avx2", ("float32", 64, 128, 3e-5), size, (3, 3)) for size in WINOGRAD_SIZES]
@@ -81,12 +81,13 @@ CPU = "/CPU:1"
 GPU = "/GPU:0"
 AVX2 = ("avx2",)
 AVX512 = ("avx2", "avx512f")
+BFLOAT16 = (*AVX512, "avx512_bf16")
 # processor, then dtype, channels, device, strides, padding and filters of 3x3 kernels: the form is
 # faster
 FORMS = [
     ("products", AVX2, [(tf.float32, 24, CPU)]),
-    ("winograd gradient", AVX2, [(tf.bfloat16, 64, CPU, 1, "SAME", 256)]),
-    ("winograd gradient", AVX512, [(tf.bfloat16, 128, CPU, 1, "SAME", 128)]),
+    ("winograd gradient", BFLOAT16, [(tf.bfloat16, 64, CPU, 1, "SAME", 256)]),
+    ("winograd gradient", BFLOAT16, [(tf.bfloat16, 128, CPU, 1, "SAME", 128)]),
     ("winograd", AVX2, [(tf.float32, 64, CPU, 1, "SAME", 128)]),
     ("winograd", AVX512, [(tf.float32, 128, CPU, 1, "SAME", 128)]),
 ]
@@ -101,20 +102,21 @@ OTHERS = [  # ... and it is not
     ("products", AVX512, [(tf.float32, 128, CPU)]),
     (
         "winograd gradient",
-        AVX2,
+        BFLOAT16,
         [(tf.bfloat16, 64, CPU, 1, "SAME", 128), (tf.bfloat16, 32, CPU, 1, "SAME", 512)],
     ),
     (
         "winograd gradient",
-        AVX2,
+        BFLOAT16,
         [(tf.bfloat16, 256, CPU, 1, "VALID", 256), (tf.bfloat16, 256, CPU, 2, "SAME", 256)],
     ),
     (
         "winograd gradient",
-        (*AVX512, "amx_bf16"),
+        (*BFLOAT16, "amx_bf16"),
         [(tf.bfloat16, 256, CPU, 1, "SAME", 256)],
     ),
-    ("winograd gradient", AVX2, [(tf.bfloat16, 256, GPU, 1, "SAME", 256)]),
+    ("winograd gradient", BFLOAT16, [(tf.bfloat16, 256, GPU, 1, "SAME", 256)]),
+    ("winograd gradient", AVX512, [(tf.bfloat16, 256, CPU, 1, "SAME", 256)]),
     (
         "winograd",
         AVX2,
