@@ -165,7 +165,7 @@ def test_commands_compare_two_settings(here, capsys):
     capsys.readouterr()
     run(runs)
     printed = capsys.readouterr().out
-    assert printed.count("(n=3)") == 2
+    assert printed.count("(n=3)") == 4  # two settings on two splits
     assert re.search("plain - slower: .*; validation$", printed, re.M)
     run(report)
     assert "slower" in Path("report.html").read_text()
