@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cifar_towers.runs.run import Run
-from cifar_towers.runs.table import read_runs
+from cifar_towers.runs.table import read_runs, shared_score
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def draw(runs: Sequence[Run]) -> Figure:
     figure = Figure((8, 4.2), layout="constrained")
     axes = figure.subplots()
     titles = [run.title for run in runs]
-    split = "validation" if all("validation" in run.scores for run in runs) else "test"
+    split = shared_score(runs).removesuffix("_tta")
     for run in runs:
         final = run.scores.get(f"{split}_tta", run.scores[split])
         plain = [r for r in run.evaluations if (r["split"], r["tta"]) == (split, False)]
