@@ -62,11 +62,12 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
       KeyboardInterrupt: there was no step to save yet, or it is the second interrupt.
     """
     config = make_config(TrainConfig, {"recipe": recipe, **settings})
-    if config.seeds or config.strategy == "multi_worker":
-        name = "seeds" if config.seeds else "strategy=multi_worker"
+    if config.seeds:
         raise UsageError(
-            f"{name} works only with the command cifar-towers; here, call train once for each seed"
+            "seeds works only with the command cifar-towers; here, call train once for each seed"
         )
+    if config.strategy == "multi_worker":
+        raise UsageError("strategy=multi_worker works only with the command cifar-towers")
     with _visible_log():
         source, config = locate_data(config)
         try:
@@ -128,7 +129,8 @@ def train_run(
                 dataset.check_unchanged(metadata, directory.path)
             score = describe_score(reported_score(result["evaluations"]) or {})
             log.info(
-                f"{directory.path} is complete at step {result['step']}: {source.name} {score}"
+                f"{directory.path} is complete at step {result['step']}, so nothing is trained; "
+                f"another --train_dir starts a new run: {source.name} {score}"
             )
             return result
 

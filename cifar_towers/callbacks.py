@@ -52,7 +52,7 @@ class Callbacks:
             self._call(callback, "on_step", step, dict(metrics))
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
-        """Pass on an evaluation's record of metrics.jsonl."""
+        """Pass on the scores of an evaluation."""
         for callback in self._callbacks:
             self._call(callback, "on_evaluation", step, copy.deepcopy(record))
 

@@ -95,7 +95,9 @@ def train_from(step: int, training: "Training") -> int:
     """
     try:
         if training.evaluator.is_due(step) and not training.evaluations:
-            training.evaluate_now(step)  # the evaluation after the step that was saved had failed
+            # the evaluation after the step that was saved had failed, or was the final one then
+            training.logger.forget_evaluations(step)
+            training.evaluate_now(step)
         training.note_target(step)
         if not training.reached:
             batches = training.batches.stream(step, training.length.last)
@@ -132,18 +134,13 @@ def finish(step: int, saved: bool, training: "Training") -> dict:
     training.logger.begin_final_evaluation(step, training.evaluator.splits)
     training.evaluate_now(step, final=True)
     training.note_target(step)
-    weights_sha256 = training.state.weights_sha256()
-    difference = training.workers.describe_difference(
-        {"the SHA-256 of the weights": weights_sha256}
-    )
-    if difference:
-        raise RunError(f"the workers have trained different weights: {difference}")
+    training.check_weights_are_shared()
     result = {
         "step": step,
         "reached": training.reached or None,
         "dataset": training.setup.dataset.name,
         **training.timer.summary(),
-        "weights_sha256": weights_sha256,
+        "weights_sha256": training.state.weights_sha256(),
         "failed_saves": training.directory.failed_saves,
         "skipped_steps": training.health.skipped_steps,
         "evaluations": training.evaluations,
@@ -173,6 +170,7 @@ def describe_computation(setup: RunSetup) -> dict[str, Any]:
         "GPUs": ", ".join(gpu_names()),
         "TensorFlow": tf.__version__,
         "Keras": keras.__version__,
+        "NumPy": np.__version__,  # which orders the examples
         "oneDNN": os.environ.get("TF_ENABLE_ONEDNN_OPTS"),
         "processor": describe_processor(),
         **code_facts(setup.config),
@@ -253,6 +251,7 @@ class Training:
         """
         self.logger.log_start()
         step = self.restore()
+        self.check_weights_are_shared()
         self.directory.clear()
         self.workers.log(f"trains from step {step} to {self.length.last}")
         self.logger.open(step)
@@ -295,6 +294,14 @@ class Training:
         self.log(f"resuming from step {metadata['step']}{since}")
         return metadata["step"]
 
+    def check_weights_are_shared(self) -> None:
+        """Raise RunError if workers have different weights, e.g. loaded from files of their own."""
+        if self.workers.size > 1:
+            digest = {"the SHA-256 of the weights": self.state.weights_sha256()}
+            difference = self.workers.describe_difference(digest)
+            if difference:
+                raise RunError(f"the workers have different weights: {difference}")
+
     def initialize(self, source: Path) -> None:
         """Start with the newest weights of another run: those of equal name and shape. Log which
         others are new.
@@ -302,7 +309,9 @@ class Training:
         The weights are the moving averages of the other run if it keeps some. The new run's own
         averages start with the same values. Integers, such as seeds, are not copied.
         """
-        values, metadata = read_checkpoint(find_checkpoint(source))
+        values, metadata = self.workers.broadcast_from_chief(
+            lambda: read_checkpoint(find_checkpoint(source))
+        )
         prefix = "ema." if any(name.startswith("ema.") for name in values) else "model."
         fitting = 0
         new = []
@@ -320,6 +329,7 @@ class Training:
                 f"init_from={source} has no weight of this model; its model is "
                 f"{metadata['recipe']['model']}"
             )
+        finish_restoring(self.state.model)
         weights = "averaged weights" if prefix == "ema." else "weights"
         also = f"; not found there, so new: {listed(new)}" if new else ""
         self.log(f"starting with the {weights} of {source} at step {metadata['step']}{also}")

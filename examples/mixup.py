@@ -1,7 +1,7 @@
 """Mixup of neighbors in the batch (H. Zhang et al., arXiv 1710.09412). Each tower needs an even
 number of images.
 
-cifar-towers train --recipe=speed94 --augment=examples/mixup.py:mixup
+cifar-towers train --recipe=speed94 --augment=examples/mixup.py:mixup --train_dir=runs/mixup
 """
 
 import tensorflow as tf

@@ -198,14 +198,15 @@ def measure_frameworks(
     recipe, _, _ = net.partition("-")
     crop = size if size < 32 else 0
     defaults = ["--dataset=auto"]
-    net_flags = [f"--recipe={recipe}"]
     if is_own(net):
         defaults.append("--learning_rate=0.01")
-        net_flags = ["--recipe=resnet20", f"--model={model}"]
+        recipe = "resnet20"
     training = [
         *defaults,
         *flags,
-        *net_flags,
+        f"--recipe={recipe}",
+        f"--model={model}",
+        "--image_size=32",
         f"--crop={crop}",
         "--image_size_schedule=",
         f"--batch_size={batch_size}",
@@ -304,8 +305,8 @@ def peer_rate(framework: str, net: str, precision: str, on_gpus: bool) -> float:
     if sizes[-1] >= 1024 and not on_gpus:
         steps = 5  # of five to fifteen seconds each
     arguments = [framework.removesuffix("-onednn"), *map(str, sizes), precision, str(steps)]
-    command = [sys.executable, "-m", "scripts.peers", *arguments]
-    return float(run(command, cwd=REPOSITORY, env=environment).splitlines()[-1])
+    command = [sys.executable, str(REPOSITORY / "scripts/peers.py"), *arguments]
+    return float(run(command, env=environment).splitlines()[-1])
 
 
 def run(command: Sequence[str], **options: Any) -> str:

@@ -1,4 +1,4 @@
-"""A training step of another framework: `python -m scripts.peers keras resnet20 32 128 float32 20`
+"""A training step of another framework: `python scripts/peers.py keras resnet20 32 128 float32 20`
 prints images/s.
 
 The nets are those of `cifar_towers/models/`, written as a user of Keras or PyTorch writes them, or
@@ -34,40 +34,15 @@ def main(
     images = random.normal(size=(count, size, size, 3)).astype(np.float32)
     labels = random.integers(10, size=count)
     if framework == "keras":
-        trained, make_steps = keras_fit(net, images, labels, precision)
+        trained, time_steps = keras_fit(net, images, labels, precision)
     else:
-        trained, make_steps = pytorch(
+        trained, time_steps = pytorch(
             net, images, labels, precision, compiled=framework == "pytorch-compiled"
         )
     expected = TRAINED_PARAMETERS.get(net, trained)
     if trained != expected:
         sys.exit(f"{framework} trains {trained:,} parameters of {net} in place of {expected:,}")
-    ends = make_steps(WARM_UP_STEPS + timed)
-    print(count * timed / (ends[-1] - ends[WARM_UP_STEPS - 1]))
-
-
-class StepsRead:
-    """The times at which steps ended. A step's loss is read once the next has started, as this
-    project reads it, so that a GPU has work meanwhile.
-    """
-
-    def __init__(self, read: Callable[[Any], float]):
-        self.read = read  # waits for the step of a loss
-        self.ends: list[float] = []
-        self.unread: list[Any] = []
-
-    def start(self, loss: Any) -> None:
-        """Wait for the step before the one that has this loss."""
-        self.finish()
-        self.unread.append(loss)
-
-    def finish(self) -> list[float]:
-        """Wait for the last step, and return the times of all."""
-        for loss in self.unread:
-            self.read(loss)
-            self.ends.append(time.perf_counter())
-        self.unread.clear()
-        return self.ends
+    print(count * timed / time_steps(timed))
 
 
 # Keras --------------------------------------------------------------------------------------------
@@ -76,8 +51,8 @@ class StepsRead:
 def keras_fit(
     net: str, images: np.ndarray, labels: np.ndarray, precision: str
 ) -> tuple[int, Callable]:
-    """Return the number of trained parameters, and a function (steps) -> times at which each step
-    of `fit` ended.
+    """Return the number of trained parameters, and a function (steps) -> seconds that so many steps
+    of `fit` take after the warm-up.
     """
     import keras
     import tensorflow as tf
@@ -88,17 +63,25 @@ def keras_fit(
     model.compile(keras.optimizers.SGD(0.01, **SGD), loss)
     data = tf.data.Dataset.from_tensors((images, labels)).cache().repeat().prefetch(2)
 
-    def make_steps(steps: int) -> list[float]:
-        steps_read = StepsRead(float)
+    class StepEnds(keras.callbacks.Callback):
+        """The times at which steps ended: Keras has read a step's loss before it calls this."""
 
-        def end_step(batch: int, logs: dict) -> None:
-            steps_read.start(logs["loss"])
+        async_safe = True  # Keras may read the loss while the next step runs, as it does by itself
 
-        callback = keras.callbacks.LambdaCallback(on_train_batch_end=end_step)
-        model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[callback])
-        return steps_read.finish()
+        def __init__(self):
+            super().__init__()
+            self.times: list[float] = []
 
-    return sum(weight.shape.num_elements() for weight in model.trainable_weights), make_steps
+        def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+            self.times.append(time.perf_counter())
+
+    def time_steps(steps: int) -> float:
+        ends = StepEnds()
+        model.fit(data, steps_per_epoch=WARM_UP_STEPS + steps, verbose=0, callbacks=[ends])
+        times = sorted(ends.times)  # Keras has several threads for callbacks
+        return times[-1] - times[WARM_UP_STEPS - 1]
+
+    return sum(weight.shape.num_elements() for weight in model.trainable_weights), time_steps
 
 
 def keras_net(net: str, image_size: int):
@@ -149,10 +132,13 @@ def keras_net(net: str, image_size: int):
 
 
 def own_net(net: str, image_size: int):
-    """Make a net of the user's, with those of the two arguments that its function has."""
+    """Make a net of the user's, with those of the three arguments that its function has."""
+    import keras
+
     path, _, name = net.rpartition(":")
     function = runpy.run_path(path)[name]
-    known = {"image_size": image_size, "num_classes": 10}
+    dtype = keras.config.dtype_policy().name
+    known = {"image_size": image_size, "num_classes": 10, "dtype": dtype}
     taken = inspect.signature(function).parameters
     return function(**{argument: known[argument] for argument in known if argument in taken})
 
@@ -163,8 +149,8 @@ def own_net(net: str, image_size: int):
 def pytorch(
     net: str, images: np.ndarray, labels: np.ndarray, precision: str, compiled: bool
 ) -> tuple[int, Callable]:
-    """Return the number of trained parameters, and a function (steps) -> times at which each step
-    ended.
+    """Return the number of trained parameters, and a function (steps) -> seconds that so many steps
+    take after the warm-up.
     """
     import torch
 
@@ -180,19 +166,27 @@ def pytorch(
     targets = torch.from_numpy(labels).to(device)
     forward = torch.compile(model) if compiled else model
 
-    def make_steps(steps: int) -> list[float]:
-        steps_read = StepsRead(lambda loss: loss.item())
-        for _ in range(steps):
-            with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
-                logits = forward(batch)
-            loss = torch.nn.functional.cross_entropy(logits.float(), targets)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            steps_read.start(loss)
-        return steps_read.finish()
+    def make_step() -> Any:
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
+            logits = forward(batch)
+        loss = torch.nn.functional.cross_entropy(logits.float(), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
 
-    return sum(parameter.numel() for parameter in trained), make_steps
+    def time_steps(steps: int) -> float:
+        for _ in range(WARM_UP_STEPS):
+            loss = make_step()
+        loss.item()  # waits for the step
+        start = time.perf_counter()
+
+        for _ in range(steps):
+            loss = make_step()
+        loss.item()
+        return time.perf_counter() - start
+
+    return sum(parameter.numel() for parameter in trained), time_steps
 
 
 def pytorch_net(net: str, image_size: int):

@@ -131,8 +131,8 @@ def help_text(config_class: type[Settings], description: str, is_full: bool) -> 
     if is_training:
         recipes = ", ".join(recipe_names())
         parts.append(
-            f"These defaults are those of {DEFAULT_RECIPE}. The other recipes ({recipes}), and "
-            "--model without --recipe, have others."
+            f"These defaults are those of {DEFAULT_RECIPE}. Other recipes, and --model without "
+            f"--recipe, have others. Recipes: {recipes}."
         )
     parts.append("--flagfile=FILE reads flags from a file, one a line; later flags override them.")
     return "\n\n".join(parts)

@@ -59,7 +59,11 @@ class RunDataConfig(TrainedRunConfig):
         "training",
         check=check_dataset,
     )
-    data_dir: str = setting("", "directory of prepared data sets; default: as for a training")
+    data_dir: str = setting(
+        "",
+        "directory of prepared data sets; give it again if the training had it; default: that of "
+        "TensorFlow Datasets",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class DeviceSettings(Settings):
     )
     soft_placement: bool = setting(
         True,
-        "if there are fewer GPUs than towers, let several towers share a GPU, or the CPU; "
+        "if there are fewer GPUs than --num_gpus, let several towers share a GPU, or the CPU; "
         "--nosoft_placement makes that an error",
         scope=RUN,
     )
@@ -488,13 +488,15 @@ CONFLICTS: tuple[
     (
         _has_wrong_sizes,
         "image_size_schedule={image_size_schedule}: sizes must be whole numbers from "
-        f"{MIN_IMAGE_SIZE} to image_size={{image_size}}, and end with it",
+        f"{MIN_IMAGE_SIZE} to image_size={{image_size}}, and end with it; --image_size_schedule= "
+        "trains at one size",
     ),
     (lambda c: c.crop > c.image_size, "crop={crop} is larger than image_size={image_size}"),
     (lambda c: c.cutout >= c.net_image_size, "cutout={cutout} blanks whole images; give less"),
     (
         lambda c: c.crop and c.image_size_schedule,
-        "crop and image_size_schedule both set the image size; give one",
+        "crop and image_size_schedule both set the image size; add --crop=0 or "
+        "--image_size_schedule=",
     ),
     (
         lambda c: c.loss and c.label_smoothing,
@@ -527,7 +529,7 @@ CONFLICTS: tuple[
         "variable_placement",
     ),
     (
-        lambda c: c.strategy != "towers" and c.variable_placement not in ("", "cpu"),
+        lambda c: c.strategy != "towers" and c.variable_placement,
         "variable_placement={variable_placement} works only with strategy=towers; leave it out",
     ),
 )
@@ -569,16 +571,11 @@ def code_digests(config: TrainConfig) -> dict[str, str]:
     return digests
 
 
-def is_code_unchanged(
-    config: TrainConfig, digests: Mapping[str, str], settings: Sequence[str] = FUNCTIONS
-) -> bool:
-    """Return whether the code of the user's functions is that of earlier digests."""
-    for name in settings:
-        of_setting = {}
-        for key, digest in digests.items():
-            setting_name, _, file = key.partition("/")
-            if setting_name == name:
-                of_setting[file] = digest
-        if not registry.is_unchanged(name, getattr(config, name), of_setting):
-            return False
-    return True
+def is_model_unchanged(config: TrainConfig, digests: Mapping[str, str]) -> bool:
+    """Return whether the code of the user's model is that of earlier digests."""
+    of_model = {}
+    for key, digest in digests.items():
+        setting_name, _, file = key.partition("/")
+        if setting_name == "model":
+            of_model[file] = digest
+    return registry.is_unchanged("model", config.model, of_model)

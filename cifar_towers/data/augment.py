@@ -187,8 +187,8 @@ def _downsampling_matrix(size: int, new_size: int) -> np.ndarray:
 def tta_views(images: tf.Tensor) -> list[tuple[float, tf.Tensor]]:
     """Return (weight, images) of each view of test-time augmentation; the weights sum to 1.
 
-    The views are the images, and at half their weight the images shifted by a pixel up and left,
-    and down and right, with the border reflected. Each view is followed by its mirror image.
+    The views are the images, and at half their weight the images shifted by a pixel down and right,
+    and up and left, with the border reflected. Each view is followed by its mirror image.
 
     Source: K. Jordan, arXiv 2404.00498.
     """

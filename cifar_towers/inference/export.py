@@ -57,7 +57,7 @@ def export_model(config: ExportConfig) -> None:
     missing = [name for name in NEEDED.get(config.format, ()) if not find_spec(name)]
     if missing:
         raise UsageError(
-            f"format={config.format} needs {missing[0]}: pip install '.[export]' in the clone"
+            f"format={config.format} needs {missing[0]}: pip install -e '.[export]' in the clone"
         )
     trained = TrainedModel(config)
     source = None

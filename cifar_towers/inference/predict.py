@@ -11,7 +11,7 @@ import numpy as np
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import ComputeConfig, PredictConfig, TrainedRunConfig
-from cifar_towers.config.train_config import is_code_unchanged
+from cifar_towers.config.train_config import is_model_unchanged
 from cifar_towers.data import image_files
 from cifar_towers.data.dataset import DatasetInfo
 from cifar_towers.errors import DataError, UsageError, listed, printable
@@ -86,7 +86,7 @@ class TrainedModel:
         of_model = {name: value for name, value in values.items() if name.startswith(prefix)}
         assign(variables, of_model, self.run.directory)
         finish_restoring(self.model)
-        if not is_code_unchanged(self.config, saved_code(self.metadata), ["model"]):
+        if not is_model_unchanged(self.config, saved_code(self.metadata)):
             log.warning(
                 "the code of model=%s has changed since %s was trained",
                 self.config.model,
@@ -168,7 +168,7 @@ def predict_probabilities(
 
     Raises:
       UsageError: there is no such run, the array is no such images, or a folder has no pictures.
-        DataError: a picture cannot be read.
+      DataError: a picture cannot be read.
     """
     trained = TrainedModel(config)
     if not isinstance(images, np.ndarray):

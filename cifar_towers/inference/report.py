@@ -188,7 +188,7 @@ def _draw_lines(lines: Mapping[str, Curve], title: str) -> Iterator[Picture]:
         ends = []
         for name, (_, values, *_) in part.items():
             ends.append(f"{name} {values[-1]:,.4g}")
-        description = f"{title} by epoch; at the end: {'; '.join(ends)}"
+        description = f"{title} by epoch; last point: {'; '.join(ends)}"
         yield description, figures.line_plot(part, title)
 
 

@@ -301,7 +301,7 @@ class RunLogger:
         return records
 
     def begin_final_evaluation(self, step: int, splits: Mapping[str, Split]) -> None:
-        """Print what will be evaluated, as that may take minutes, and remove evaluations after
+        """Print what will be evaluated, as that may take minutes, and forget evaluations after
         `step`, if any.
         """
         self.progress.pause()
@@ -309,6 +309,10 @@ class RunLogger:
         images = " and ".join(counts)
         tta = ", without and with TTA" if self.config.tta else ""
         self.log(f"evaluating on {images}{tta}")
+        self.forget_evaluations(step)
+
+    def forget_evaluations(self, step: int) -> None:
+        """Remove the records of evaluations after `step`."""
         self.metrics.keep(lambda record: (record["kind"], record["step"]) != ("eval", step))
 
     def log_result(self, result: Mapping[str, Any]) -> None:

@@ -83,7 +83,8 @@ def find_checkpoint(directory: Path, step: int = 0) -> Path:
     found = list_checkpoints(directory)
     if not found:
         raise UsageError(
-            f"no checkpoint in {directory}; give the directory of a run, e.g. runs/speed94-seed0"
+            f"no checkpoint in {directory}; give the directory of a run, e.g. runs/speed94-seed0, "
+            "or train it until it has saved a step"
         )
     if not step:
         return found[-1]

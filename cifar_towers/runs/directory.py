@@ -16,7 +16,7 @@ import numpy as np
 
 from cifar_towers import files
 from cifar_towers.config import TrainConfig
-from cifar_towers.config.train_config import code_digests, is_code_unchanged, recipe_fields
+from cifar_towers.config.train_config import code_digests, is_model_unchanged, recipe_fields
 from cifar_towers.errors import DataError, DivergedError, UsageError, error_text, listed
 from cifar_towers.runs.checkpoint import (
     DAMAGED,
@@ -30,7 +30,11 @@ from cifar_towers.runs.checkpoint import (
 log = logging.getLogger(__name__)
 
 DEFAULT_INTERVAL_SECONDS = 30.0  # between checkpoints where no number of steps is asked for
-ADVICE = "give --overwrite with a smaller --learning_rate"  # for a run that diverged
+# for a run that diverged
+ADVICE = (
+    "lower the learning rates (--learning_rate and, if the recipe sets them, --bias_learning_rate "
+    "and --head_learning_rate), in another --train_dir or with --overwrite"
+)
 CODE_OF = "code of "  # how the facts about code of the user's are called
 MAX_TIME_FRACTION = 0.01  # of the run's time that saving may take there
 
@@ -57,14 +61,14 @@ class RunDirectory:
         self._last_save = time.monotonic()
 
     def stored_result(self, dataset: str) -> dict[str, Any] | None:
-        """Return the result of a run on this data set, by this code, at its last step or its
-        target; otherwise None.
+        """Return the result of a run on this data set, of the model as it is now, at its last step
+        or its target; otherwise None.
         """
         result = files.read_json(self.path / files.RESULT)
         if not self.saved or result.get("dataset") != dataset:
             return None
         _, metadata = self.saved
-        if not is_code_unchanged(self._config, saved_code(metadata)):
+        if not is_model_unchanged(self._config, saved_code(metadata)):
             return None
         at_end = metadata["step"] >= self._config.run_length(metadata["steps_per_epoch"]).last
         at_target = 0 < self._config.target_accuracy <= (result["reached"] or 0)
@@ -216,9 +220,9 @@ def _check_recipe(config: TrainConfig, metadata: Mapping[str, Any]) -> None:
     if differing:
         path = config.directory
         raise UsageError(
-            f"{path} was trained with other settings ({', '.join(differing)}); give those, "
-            f"another --train_dir, {shlex.quote(f'--init_from={path}')} for a new run that starts "
-            "with these weights, or --overwrite to start again in this one"
+            f"{path} was trained with other settings ({', '.join(differing)}); give those, or "
+            f"another --train_dir, with {shlex.quote(f'--init_from={path}')} to start there with "
+            "these weights, or --overwrite to start again in this one"
         )
 
 

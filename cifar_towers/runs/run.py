@@ -1,7 +1,7 @@
 """A run in its directory, as every program, callback and `cifar_towers.train` has it.
 
-This module imports neither NumPy nor TensorFlow. The four methods of `Run` that need them import
-them when called.
+This module imports neither NumPy nor TensorFlow. What needs them in `Run` imports them when it is
+used.
 """
 
 from collections.abc import Iterable, Mapping

@@ -70,11 +70,11 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
     common directory.
 
     Raises:
-      UsageError: there is no such directory, or it holds no run.
+      UsageError: a directory holds no run.
     """
     paths: list[Path] = []
     for directory in directories:
-        found = find_runs(directory)
+        found = find_runs(directory) if directory.is_dir() else []
         if not found:
             raise UsageError(
                 f"{directory} holds no run; give directories of runs, e.g. runs/speed94-seed0"

@@ -79,16 +79,27 @@ def num_replicas() -> int:
 
     They are the towers inside `run_on_towers_synchronized`, or the replicas inside
     `tf.distribute.Strategy.run`.
+
+    Raises:
+      RuntimeError: several towers do not meet here, as in `run_on_towers`.
     """
     if _replica_context():
         return tf.distribute.get_strategy().num_replicas_in_sync
     rounds = getattr(_thread, "rounds", None)
-    return rounds.num_towers if rounds else 1
+    if rounds:
+        return rounds.num_towers
+    if getattr(_thread, "unsynchronized", False):
+        raise RuntimeError(
+            "the towers do not meet here for all_reduce_mean; call run_on_towers_synchronized"
+        )
+    return 1
 
 
 @contextlib.contextmanager
 def unsynchronized(num_towers: int) -> Iterator[None]:
-    """Make `all_reduce_mean` raise an error inside this context, unless `num_towers` is 1."""
+    """Make `all_reduce_mean` and `num_replicas` raise an error inside this context, unless
+    `num_towers` is 1.
+    """
     before = getattr(_thread, "unsynchronized", False)
     _thread.unsynchronized = num_towers > 1
     try:
@@ -102,10 +113,6 @@ def _mean(tensor: tf.Tensor) -> tf.Tensor:
     if context:
         return context.all_reduce(tf.distribute.ReduceOp.MEAN, tensor)
     if num_replicas() == 1:
-        if getattr(_thread, "unsynchronized", False):
-            raise RuntimeError(
-                "the towers do not meet here for all_reduce_mean; call run_on_towers_synchronized"
-            )
         return tensor
     return average_tensors(_thread.rounds.all_gather(_thread.index, tensor))
 
@@ -144,10 +151,10 @@ class _Rounds:
 
     def all_gather(self, index: int, value: Any) -> list[Any]:
         """Return the values of all towers, in their order, when each has called it."""
-        values = self._values
+        values = self._values  # each waiting tower keeps the list of this round
         values[index] = value
         if index == len(values) - 1:
-            self._values = [None] * len(values)  # for the next round
+            self._values = [None] * len(values)  # the last tower starts the next round
         self._pass_turn(index)
         self._wait_for_turn(index)
         if any(value is None for value in values):

@@ -64,7 +64,7 @@ def make_towers(
     if num_towers > len(gpus) and soft_placement is False:
         raise ValueError(
             f"{num_towers} towers need {num_towers} GPUs and this machine has {len(gpus)}; "
-            "ask for fewer or allow soft placement"
+            "ask for fewer, or allow soft placement (leave out --nosoft_placement)"
         )
 
     device_type = "GPU" if gpus else "CPU"
@@ -82,8 +82,8 @@ def make_towers(
         if available < num_towers:
             raise RuntimeError(
                 f"TensorFlow already runs with {available} {device_type} devices, too few for "
-                f"{num_towers} towers: call make_towers before any other TensorFlow operation, in "
-                "a new process or a restarted notebook"
+                f"{num_towers} towers; start a new process or restart the notebook, and ask for "
+                "the most towers first, before any other TensorFlow operation"
             )
         needed = min(needed, available)
 

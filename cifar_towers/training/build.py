@@ -145,8 +145,8 @@ def make_model(
     `train`.
 
     With `train`, the random number generators of Python, NumPy and TensorFlow are seeded. Leave it
-    out to restore weights: nothing is seeded, whitening filters are zeros, and a user's model is
-    not checked.
+    out to restore weights: nothing is seeded, whitening filters are zeros, a user's model is not
+    checked, and no batch norm is synchronized, which only training needs.
 
     Raises:
       UsageError: a user's model cannot be built, or towers cannot train it.
@@ -155,7 +155,7 @@ def make_model(
         keras.utils.set_random_seed(config.seed)
     make = _make_user_model if config.user_model else _make_built_in_model
     model = make(config, POLICIES[precision], info, train)
-    if config.batch_statistics == "synchronized":
+    if train is not None and config.batch_statistics == "synchronized":
         synchronize(model)
     return model
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
@@ -85,6 +86,7 @@ def shared_values(setup: RunSetup) -> dict[str, Any]:
         "the SHA-256 of cifar_towers's code": hashlib.sha256(package).hexdigest(),
         "TensorFlow": tf.__version__,
         "Keras": keras.__version__,
+        "NumPy": np.__version__,  # which orders the examples
         "TF_ENABLE_ONEDNN_OPTS": os.environ.get("TF_ENABLE_ONEDNN_OPTS"),
         "precision": setup.precision,
         "towers": len(setup.local_towers),

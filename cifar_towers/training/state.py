@@ -17,7 +17,7 @@ from cifar_towers.training.optimizers import Optimizer
 from cifar_towers.xla import xla_compiled
 
 # A layer that draws random numbers for a micro-batch counts from 1,024 times the index of its first
-# example. Keras takes these counters modulo 2^31 - 2, so they repeat after two million examples.
+# example. Keras takes these counters modulo 2^31 - 2.
 MAX_DRAWS = 1024
 
 
@@ -59,12 +59,6 @@ class TrainState:
         self.lookahead = Lookahead(self.weights + self.non_trainable, total_steps, lookahead)
 
     # What a tower needs
-
-    def read_variables(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Return (weights, non-trainable values) as tensors, read where the variables are."""
-        weights = [tf.convert_to_tensor(variable) for variable in self.weights]
-        non_trainable = [tf.convert_to_tensor(variable) for variable in self.non_trainable]
-        return weights, non_trainable
 
     def call(
         self, weights: Sequence[tf.Tensor], non_trainable: Sequence[tf.Tensor], part: Batch
@@ -198,7 +192,11 @@ def _seed_of_part(state: tf.Tensor, part: Batch) -> tf.Tensor:
 
 
 class _AllLosses(keras.StatelessScope):
-    """A scope that keeps the losses of each call of a layer. Keras keeps those of the last call."""
+    """A scope that keeps every loss that layers add.
+
+    Keras keeps losses with the layers. A layer that is called again clears them there, and the
+    towers' threads share the layers.
+    """
 
     def __init__(self, values: Iterable[tuple[keras.Variable, tf.Tensor]]):
         super().__init__(values, collect_losses=True)

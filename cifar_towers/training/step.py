@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from cifar_towers.data.augment import Augmentation
 from cifar_towers.data.batches import Batch
+from cifar_towers.models.keras_models import variable_values
 from cifar_towers.towers import (
     Tower,
     average_gradients,
@@ -144,7 +145,7 @@ class TowerStep:
             total = run_micro_batches(on_part, shard, self.micro_batches, add_results)
             return mean_of_results(total, self.micro_batches)
 
-        weights, non_trainable = self.state.read_variables()
+        weights, non_trainable = variable_values(self.state.model)
         compile_augment = self.state.jit_compile and not self.augmentation.user_function
         augment = xla_compiled(augment, compile_augment)
         accumulate = xla_compiled(accumulate, self.state.jit_compile)

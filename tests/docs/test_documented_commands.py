@@ -5,6 +5,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,7 +35,7 @@ for block in BLOCKS:
 USES = r"^cifar-towers (evaluate|predict|runs|export|report)\b(?!.*(cifar10_|mobilenet|runs/plain))"
 USED = [line for line in COMMANDS if re.search(USES, line)]
 TRAINS = (
-    r"^cifar-towers train (?!.*(cifar100|mobilenet|mypackage|profile|runs/plain|runs/slower|help))"
+    r"^cifar-towers train (?!.*(cifar100|mobilenet|mypackage|profile|runs/plain|runs/lower|help))"
 )
 TRAINED = [line for line in COMMANDS if re.search(TRAINS, line)]
 OWN_NET = [line for line in COMMANDS if "--num_gpus=2" in line and "mobilenet" in line]
@@ -158,7 +160,7 @@ def test_command_trains_a_step(command, runs, here, tmp_path):
 
 @pytest.mark.slow
 def test_commands_compare_two_settings(here, capsys):
-    *train, runs, report = block_with("runs/slower").splitlines()
+    *train, runs, report, plot = block_with("runs/lower").splitlines()
     small = [flag for flag in SMALL if "--learning_rate" not in flag]
     for command in train:
         run(command, *small, *ONE_STEP, *PHOTOS, "--validation_examples=20")
@@ -166,9 +168,13 @@ def test_commands_compare_two_settings(here, capsys):
     run(runs)
     printed = capsys.readouterr().out
     assert printed.count("(n=3)") == 4  # two settings on two splits
-    assert re.search("plain - slower: .*; validation$", printed, re.M)
+    assert re.search("lower - plain: .*; validation$", printed, re.M)
     run(report)
-    assert "slower" in Path("report.html").read_text()
+    assert "lower" in Path("report.html").read_text()
+
+    _, script, *directories = shlex.split(plot)
+    subprocess.run([sys.executable, ROOT / script, *directories], check=True)
+    assert Path("accuracy.png").is_file()
 
 
 @pytest.mark.slow

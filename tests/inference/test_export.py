@@ -46,7 +46,7 @@ RUNS = {
     "speednet": {"model": "speednet93"},
     "cifarnet": {"model": "cifarnet", "crop": 23, "standardize": "image"},
     "resnet": {"model": "resnet20"},
-    "own": {"model": "nets.py:net"},
+    "own": {"model": "nets.py:net", "batch_statistics": "synchronized"},
 }
 READ = {  # how a user reads each format, as in docs/inference.md
     "saved_model": "import tensorflow as tf\n"
@@ -174,7 +174,7 @@ def write_nothing(*_):
         ("write_model", write_nothing, {}, OSError, "No space"),
         ("MAX_DIFFERENCE", 1e-4, {"dataset": "folder:/nowhere"}, DataError, "/nowhere"),
         ("MAX_DIFFERENCE", 1e-4, {"out": "."}, UsageError, r"^\. "),
-        ("find_spec", lambda name: None, {}, UsageError, r"tf2onnx: pip install '\.\[export\]'"),
+        ("find_spec", lambda name: None, {}, UsageError, r"tf2onnx: pip install -e '\.\[export\]'"),
     ],
     ids=["disagrees", "disk full", "no data", "exists", "not installed"],
 )

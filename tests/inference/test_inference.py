@@ -278,8 +278,12 @@ def adapted(image_size, num_classes):
     loss = train(config)["evaluations"][-1]["loss"]
     trained.touch()
     evaluation = evaluated(config.train_dir, model=config.model)
+    started = replace(
+        config, init_from=config.train_dir, learning_rate=0.0, train_dir=str(tmp_path / "started")
+    )
+    last = train(started)["evaluations"][-1]
 
-    assert evaluation["loss"] == pytest.approx(loss, rel=1e-5)
+    assert [evaluation["loss"], last["loss"]] == pytest.approx([loss, loss], rel=1e-5)
 
 
 # Its data, and others -----------------------------------------------------------------------------

@@ -214,17 +214,19 @@ def test_a_finished_run_has_a_result(config, step, result_step, settings, is_fin
         assert run.stored_result("synthetic") is None
 
 
-def test_a_finished_run_has_no_result_of_code_that_was_edited_since(config, tmp_path):
-    path = tmp_path / "losses.py"
-    path.write_text("def mine(labels, logits):\n    return labels\n")
-    config = dataclasses.replace(config, loss=f"{path}:mine", label_smoothing=0.0)
+@pytest.mark.parametrize("setting", ["model", "loss"])
+def test_a_finished_run_has_no_result_of_a_model_that_was_edited_since(config, tmp_path, setting):
+    """An edited loss changes no result of a trained run."""
+    path = tmp_path / "mine.py"
+    path.write_text("def mine():\n    pass\n")
+    config = dataclasses.replace(config, label_smoothing=0.0, **{setting: f"{path}:mine"})
     save(config, 20, facts=code_facts(config))
     result = {"step": 20, "reached": 0.0, "dataset": "cifar10"}
     files.write_json(config.directory / files.RESULT, result)
-    for expected in (result, None):
+    for expected in (result, None if setting == "model" else result):
         with open_run(config) as run:
             assert run.stored_result("cifar10") == expected
-        path.write_text("def mine(labels, logits):\n    return logits\n")
+        path.write_text("def mine():\n    return 1\n")
 
 
 def test_a_file_that_only_one_process_imported_is_no_change():

@@ -120,6 +120,7 @@ def test_towers_that_do_not_meet_have_no_mean(towers):
     parallel = make_parallel_model(model, towers(2))
     for run in (
         lambda: run_on_towers(lambda tower, shard: all_reduce_mean(shard), towers(2), shards),
+        lambda: run_on_towers(lambda tower, shard: num_replicas(), towers(2), shards),
         lambda: make_parallel(lambda x: all_reduce_mean(x), towers(2), x=tf.range(4.0)),
         lambda: parallel(tf.ones([4, 3]), training=True),
     ):

@@ -72,6 +72,13 @@ def by_max_steps(directory):
     return 8
 
 
+def by_max_steps_at_an_evaluation(directory):
+    assert run(TWO_TOWERS, directory, max_steps=10)["step"] == 10
+    with pytest.raises(Interrupted):
+        run(TWO_TOWERS, directory, StopAtStep(1))
+    return 11
+
+
 def by_damage(directory):
     """Kill it, and damage the newest checkpoint."""
     by_kill(directory, checkpoint_every_steps=4)
@@ -88,6 +95,7 @@ def by_damage(directory):
         pytest.param(by_kill, marks=pytest.mark.slow),
         pytest.param(by_callback, marks=pytest.mark.slow),
         pytest.param(by_max_steps, marks=pytest.mark.slow),
+        pytest.param(by_max_steps_at_an_evaluation, marks=pytest.mark.slow),
     ],
 )
 def test_a_stopped_run_ends_with_the_same_bits_and_each_record_once(

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.data.dataset import CIFAR10
+from cifar_towers.models.keras_models import variable_values
 from cifar_towers.towers import split_batch
 from cifar_towers.training import build, diagnostics
 from cifar_towers.training.runner import FinishedStep
@@ -47,7 +48,7 @@ def test_gradients_and_images_are_those_of_their_step(towers, examples, count, s
 
     def gradients_of(shard):
         with tf.GradientTape() as tape:
-            weights, statistics = reference.state.read_variables()
+            weights, statistics = variable_values(model)
             tape.watch(weights)
             images = augmentation.augment(shard.images, shard.draws)
             logits, _ = model.stateless_call(weights, statistics, images, training=True)
