@@ -96,11 +96,12 @@ format: .venv/dev-ready  ## fix style (ruff)
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check .
 
-docs: .venv/docs-ready  ## write the pages of the Python interface, from its docstrings, to build/api/
+docs: .venv/docs-ready  ## write docs/settings.md, and the pages of the Python interface from its docstrings to build/api/
+	@$(BIN)/python scripts/settings_page.py > docs/settings.md
 	@# a module that has the name of a public function gets no page
 	@PDOC_ALLOW_EXEC=1 $(BIN)/python -m pdoc --docformat google --output-directory build/api \
 		cifar_towers cifar_towers.towers '!cifar_towers.towers.make_parallel'
-	@echo "written to build/api/; open build/api/index.html"
+	@echo "written to docs/settings.md and build/api/; open build/api/index.html"
 
 lock: .venv/dev-ready .venv/browser-ready .venv/docs-ready  ## install the newest versions and write constraints.txt; run make clean first
 	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev,browser,docs]'

@@ -1,6 +1,7 @@
-"""MobileNetV2 of Keras, trained on towers.
+r"""MobileNetV2 of Keras, trained on towers.
 
-cifar-towers train --model=examples/mobilenet.py:net --optimizer=adamw --learning_rate=0.001
+cifar-towers train --model=examples/mobilenet.py:net --precision=float32 --optimizer=adamw \
+    --learning_rate=0.001
 """
 
 import keras

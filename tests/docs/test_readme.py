@@ -10,6 +10,7 @@ import pytest
 from cifar_towers.cli.main import PROGRAMS
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.flags import flag_settings, recipe_flagfile, recipe_names
+from scripts import settings_page
 from tests.helpers.messages import assert_prints_the_same
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +63,12 @@ def test_readme_has_what_the_recipes_were_measured_to_reach(recipe):
     assert bool(row) == bool(measured)
     for accuracy in measured:
         assert accuracy.removesuffix(" %") in row
+
+
+def test_the_page_of_settings_is_that_of_the_program():
+    """If not, `make docs` writes it."""
+    page = (ROOT / "docs/settings.md").read_text()
+    assert page.splitlines() == list(settings_page.page_lines())
 
 
 def test_the_map_names_every_folder_of_the_package():
