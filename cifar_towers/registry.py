@@ -232,7 +232,8 @@ def _imported_files() -> list[tuple[str, Path]]:
     found = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
-        is_apart = name.partition(".")[0] in ("__main__", "cifar_towers")
+        # multiprocessing calls the main program __mp_main__, too
+        is_apart = name.partition(".")[0] in ("__main__", "__mp_main__", "cifar_towers")
         if file.endswith(".py") and "/" not in name and not is_apart:
             found.append((name, Path(file)))
     return found

@@ -331,7 +331,7 @@ class Training:
             )
         finish_restoring(self.state.model)
         weights = "averaged weights" if prefix == "ema." else "weights"
-        also = f"; not found there, so new: {listed(new)}" if new else ""
+        also = f"; no match there, so new: {listed(new)}" if new else ""
         self.log(f"starting with the {weights} of {source} at step {metadata['step']}{also}")
 
     # A step

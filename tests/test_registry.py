@@ -3,6 +3,7 @@ modules.
 """
 
 import sys
+import types
 
 import pytest
 
@@ -75,6 +76,10 @@ def test_the_code_of_a_function_is_what_its_file_imported_from_its_folder(direct
         (directory / place / "net.py").write_text(
             "import json, usercode_parts.block\n\ndef make():\n    return 1\n"
         )
+    program = types.ModuleType("__main__")
+    program.__file__ = str(directory / "one/unused.py")
+    for name in ("__main__", "__mp_main__"):
+        monkeypatch.setitem(sys.modules, name, program)
     load_function("model", "one/net.py:make")
     digests = code_digests("model", "one/net.py:make")
 

@@ -219,7 +219,7 @@ def report(config: programs.ReportConfig) -> None:
 
     directories = [Path(run) for run in config.runs]
     out = Path(config.out or Path(directories[0] if len(directories) == 1 else "", files.REPORT))
-    files.write_whole(out, render(read_runs(directories)))
+    files.write_whole(out, render(read_runs(sorted(directories))))
     print(out)
 
 

@@ -16,7 +16,8 @@ def place_on_device(fn: Callable[..., Any], device: str, name: str) -> Callable[
     Args:
       fn: takes positional structures of tensors, and returns a structure of tensors.
       device: the name of a device, such as `/GPU:1`.
-      name: the name scope of the operations; those of the backward pass are in `<name>/gradient`.
+      name: the name scope of the operations. TensorFlow puts most of those of the backward pass
+        into `gradient_tape/<name>`.
     """
 
     def placed(*structures: Any) -> Any:
