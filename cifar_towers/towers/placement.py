@@ -119,10 +119,8 @@ def placement_report(
     lines += [f"{device}: {size:,} bytes of variables" for device, size in sorted(bytes_on.items())]
     for tower in towers:
         counts = tower_devices(function, tower).most_common()
-        lines.append(
-            f"{tower.name}: "
-            + ", ".join(f"{count} operations on {device}" for device, count in counts)
-        )
+        operations = [f"{count} operations on {device}" for device, count in counts]
+        lines.append(f"{tower.name}: {', '.join(operations) or 'inside the compiled step'}")
     return "\n".join(lines)
 
 
