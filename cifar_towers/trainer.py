@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -37,7 +36,7 @@ from cifar_towers.signals import StopSignals
 from cifar_towers.training import build
 from cifar_towers.training.diagnostics import Diagnoser, Health, StepDiagnostics
 from cifar_towers.training.runner import FinishedStep, StepInput, StepRunner
-from cifar_towers.training.setup import RunSetup, make_setup
+from cifar_towers.training.setup import RunSetup, library_versions, make_setup
 
 HOW_TO_RESUME = "the same command resumes, without --overwrite"  # how messages end
 
@@ -168,9 +167,7 @@ def describe_computation(setup: RunSetup) -> dict[str, Any]:
         "jit_compile": setup.config.jit_compile,
         "deterministic": setup.config.deterministic,
         "GPUs": ", ".join(gpu_names()),
-        "TensorFlow": tf.__version__,
-        "Keras": keras.__version__,
-        "NumPy": np.__version__,  # which orders the examples
+        **library_versions(),
         "oneDNN": os.environ.get("TF_ENABLE_ONEDNN_OPTS"),
         "processor": describe_processor(),
         **code_facts(setup.config),

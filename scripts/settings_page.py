@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Print docs/settings.md, the table of all flags of `cifar-towers train`; `make docs` writes it."""
 
+import dataclasses
 import sys
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,22 +35,26 @@ def page_lines() -> Iterator[str]:
     yield from textwrap.wrap(INTRODUCTION.strip(), 120, break_on_hyphens=False)
 
     recipe = parse_command_line(TrainConfig, [])
-    title = ""
-    fields = flag_settings(TrainConfig)
-    for field in sorted(fields, key=lambda field: (title_of(TrainConfig, field.name), field.name)):
-        if title_of(TrainConfig, field.name) != title:
-            title = title_of(TrainConfig, field.name)
-            yield from ("", f"## {title}", "")
-            yield f"| Flag | Default | `{DEFAULT_RECIPE}` | Meaning |"
-            yield "| --- | --- | --- | --- |"
-        value = getattr(recipe, field.name)
-        changed = "" if value == field.default else as_code(value)
-        meaning = field.metadata["help"]
-        choices = field.metadata["choices"] or ()
-        if not all(choice in meaning for choice in choices):
-            meaning += f" ({', '.join(choices)})"
-        meaning = meaning.replace("<", "&lt;")
-        yield f"| `--{field.name}` | {as_code(field.default)} | {changed} | {meaning} |"
+    sections = defaultdict(list)
+    for field in flag_settings(TrainConfig):
+        sections[title_of(TrainConfig, field.name)].append(field)
+    for title in sorted(sections):
+        yield from ("", f"## {title}", "")
+        yield f"| Flag | Default | `{DEFAULT_RECIPE}` | Meaning |"
+        yield "| --- | --- | --- | --- |"
+        for field in sorted(sections[title], key=lambda field: field.name):
+            yield row(field, getattr(recipe, field.name))
+
+
+def row(field: dataclasses.Field, value: object) -> str:
+    """Return the row of a setting, whose value in the recipe is `value`."""
+    changed = "" if value == field.default else as_code(value)
+    meaning = field.metadata["help"]
+    choices = field.metadata["choices"] or ()
+    if not all(choice in meaning for choice in choices):
+        meaning += f" ({', '.join(choices)})"
+    meaning = meaning.replace("<", "&lt;")
+    return f"| `--{field.name}` | {as_code(field.default)} | {changed} | {meaning} |"
 
 
 def as_code(value: object) -> str:

@@ -77,6 +77,15 @@ def make_setup(
     return setup
 
 
+def library_versions() -> dict[str, str]:
+    """Return the versions of the libraries on which the bits of a run depend."""
+    return {
+        "TensorFlow": tf.__version__,
+        "Keras": keras.__version__,
+        "NumPy": np.__version__,  # which orders the examples
+    }
+
+
 def shared_values(setup: RunSetup) -> dict[str, Any]:
     """Return what must be equal on all workers of a cluster: settings, code, versions, data,
     precision and towers.
@@ -84,9 +93,7 @@ def shared_values(setup: RunSetup) -> dict[str, Any]:
     package = b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))
     versions = {
         "the SHA-256 of cifar_towers's code": hashlib.sha256(package).hexdigest(),
-        "TensorFlow": tf.__version__,
-        "Keras": keras.__version__,
-        "NumPy": np.__version__,  # which orders the examples
+        **library_versions(),
         "TF_ENABLE_ONEDNN_OPTS": os.environ.get("TF_ENABLE_ONEDNN_OPTS"),
         "precision": setup.precision,
         "towers": len(setup.local_towers),
