@@ -113,7 +113,7 @@ lock: .venv/dev-ready .venv/browser-ready .venv/docs-ready  ## install the newes
 compare: .venv/ready  ## train small runs at REV and at HEAD, and compare losses and weights
 	@$(BIN)/python scripts/compare.py $(REV) $(ARGS)
 
-faults: .venv/dev-ready  ## inject faults: kill runs, damage files, fill disks (Linux, root, strace)
+faults: .venv/dev-ready  ## inject faults: kill runs, damage files, fill disks (Linux, strace; some need root)
 	@$(BIN)/python -m tests.faults $(ARGS)
 
 faults-long: .venv/dev-ready  ## many more trials (hours); the same command resumes

@@ -18,8 +18,8 @@ INTRODUCTION = f"""
 These are the flags of `cifar-towers train`, and the arguments of `cifar_towers.train`;
 `cifar-towers train --helpfull` prints them, too. The third column shows where the recipe
 `{DEFAULT_RECIPE}` differs from the defaults; the other recipes are the files in
-[configs](../configs). Switch a flag whose default is `false` on by its name, e.g. `--tta`, and off
-by `no` before the name, e.g. `--notta`.
+[configs](../configs). A flag whose default is `true` or `false` is turned on by its name, e.g.
+`--tta`, and off by the prefix `no`, e.g. `--notta`.
 """
 
 

@@ -156,7 +156,7 @@ class LaunchConfig(Settings):
     )
     max_restarts: int = setting(
         3,
-        "restart at most so many times, and never after exit codes 0, 2, 3 and 4",
+        "restart at most N times, and never after exit codes 0, 2, 3 and 4",
         low=0,
     )
     command: tuple[str, ...] = setting((), "flags of a training")

@@ -87,7 +87,7 @@ class TowerSettings(DeviceSettings):
     num_gpus: int = setting(
         0,
         "number of towers, per worker in a cluster; 0: one per GPU, or without GPUs two (one per "
-        "worker), or fewer if so many cannot divide the batch evenly",
+        "worker), or fewer if that number does not divide the batch evenly",
         low=0,
         scope=EXPERIMENT,
     )
@@ -120,7 +120,8 @@ class TowerSettings(DeviceSettings):
     )
     jit_compile: bool = setting(
         False,
-        "let XLA compile each tower's forward and backward pass and the update, for GPUs",
+        "let XLA compile the augmentation, each tower's forward and backward pass, and the update; "
+        "for GPUs",
         scope=EXPERIMENT,
     )
     log_device_placement: bool = setting(
@@ -164,8 +165,8 @@ class RunSettings(Settings):
     epochs: float = setting(8.0, "number of passes over the training set", low=1e-6, high=1e6)
     max_steps: int = setting(
         0,
-        "end the run after so many steps, with its evaluation; schedules still follow --epochs; 0: "
-        "no limit",
+        "end the run after N steps, with its evaluation; schedules still follow --epochs; 0: no "
+        "limit",
         low=0,
         scope=EXPERIMENT,
     )
@@ -351,8 +352,8 @@ class ReportSettings(Settings):
     )
     summary_every_steps: int = setting(
         100,
-        "write histograms and images every so many steps, and scalars ten times as often; 0: only "
-        "at the last step",
+        "write histograms and images every N steps, and scalars ten times as often; 0: only at the "
+        "last step",
         low=0,
         scope=RUN,
     )
@@ -363,8 +364,8 @@ class ReportSettings(Settings):
     )
     checkpoint_every_steps: int = setting(
         0,
-        "save every so many steps; 0: every half minute and after evaluations, unless that takes "
-        "more than 1 % of the time",
+        "save every N steps; 0: every half minute and after evaluations, unless that takes more "
+        "than 1 % of the time",
         low=0,
         scope=RUN,
     )
