@@ -107,7 +107,7 @@ def train_run(
     from cifar_towers.data import sources
     from cifar_towers.evaluation.score import describe_score, reported_score
     from cifar_towers.reporting.phase_timer import PhaseTimer
-    from cifar_towers.runs.directory import open_run
+    from cifar_towers.runs.directory import open_run, warn_of_edited_model
 
     timer = PhaseTimer()  # TensorFlow's import is a part of the start
     with contextlib.ExitStack() as stack:
@@ -121,12 +121,13 @@ def train_run(
 
         result = None if cluster else directory.stored_result(source.name)
         if result:
+            assert directory.saved  # as there is a result
+            _, metadata = directory.saved
             prefix, _ = split_path(source.name)
             if prefix:  # files of the user's, which may have changed
                 dataset = sources.load(source, config.validation_examples, config.image_size)
-                assert directory.saved  # as there is a result
-                _, metadata = directory.saved
                 dataset.check_unchanged(metadata, directory.path)
+            warn_of_edited_model(config, metadata)
             score = describe_score(reported_score(result["evaluations"]) or {})
             log.info(
                 f"{directory.path} is complete at step {result['step']}, so nothing is trained; "

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +37,7 @@ from cifar_towers.training import build
 from cifar_towers.training.diagnostics import Diagnoser, Health, StepDiagnostics
 from cifar_towers.training.runner import FinishedStep, StepInput, StepRunner
 from cifar_towers.training.setup import RunSetup, library_versions, make_setup
+from cifar_towers.training.state import weights_sha256
 
 HOW_TO_RESUME = "the same command resumes, without --overwrite"  # how messages end
 
@@ -154,23 +155,31 @@ def finish(step: int, saved: bool, training: "Training") -> dict:
     return result
 
 
-def describe_computation(setup: RunSetup) -> dict[str, Any]:
-    """Return what the bits of a run depend on besides its recipe and data. A resumed run may differ
-    in it, and says so.
+def describe_experiment(setup: RunSetup) -> dict[str, Any]:
+    """Return what repetitions of an experiment have in common besides recipe and data. A resumed
+    run may differ in it, and says so; it is then no repetition of the others any more.
     """
     return {
         "precision": setup.precision,
         "towers": len(setup.towers),
-        # 0: as TensorFlow chooses
-        "threads": tf.config.threading.get_intra_op_parallelism_threads(),
         "strategy": setup.config.strategy,
         "jit_compile": setup.config.jit_compile,
         "deterministic": setup.config.deterministic,
+        **code_facts(setup.config),
+    }
+
+
+def describe_platform() -> dict[str, Any]:
+    """Return what the bits of a run depend on besides its experiment. A resumed run may differ in
+    it, and says so.
+    """
+    return {
+        # 0: as TensorFlow chooses
+        "threads": tf.config.threading.get_intra_op_parallelism_threads(),
         "GPUs": ", ".join(gpu_names()),
         **library_versions(),
         "oneDNN": os.environ.get("TF_ENABLE_ONEDNN_OPTS"),
         "processor": describe_processor(),
-        **code_facts(setup.config),
     }
 
 
@@ -179,6 +188,8 @@ class Training:
 
     Attributes:
       variables: every variable that checkpoints hold, by name.
+      lineage: what the weights come from besides the experiment: from which step on the run had
+        the weights of another, or the towers, precision or code of a resumed run.
       evaluations: records of the evaluations after the last step, if it was evaluated.
       unlogged: steps that have finished and are not logged yet.
       reached: the first accuracy that met the target; 0 until then.
@@ -217,7 +228,9 @@ class Training:
         self.diagnoser = Diagnoser(self.state.model, augmentation, setup.local_towers)
         self.evaluator = self.make_evaluator(augmentation)
 
-        self.facts = describe_computation(setup)
+        self.experiment = describe_experiment(setup)
+        self.facts = self.experiment | describe_platform()
+        self.lineage: list[str] = []
         self.evaluations: list[dict] = []
         self.unlogged: list[FinishedStep] = []
         self.reached = 0.0
@@ -251,7 +264,7 @@ class Training:
         self.check_weights_are_shared()
         self.directory.clear()
         self.workers.log(f"trains from step {step} to {self.length.last}")
-        self.logger.open(step)
+        self.logger.open(step, self.lineage)
         self.callbacks.start()
         self.logger.profile(step)
         self.timer.end_start()
@@ -284,12 +297,24 @@ class Training:
         self.health.restore(metadata)
         self.logger.smoothed_losses.restore(metadata)
         self.evaluations = metadata["evaluations"]
+        step = metadata["step"]
         changes = describe_changed_facts(metadata["facts"], self.facts)
         since = (
             f"; since then: {', '.join(changes)}, which changes what is computed" if changes else ""
         )
-        self.log(f"resuming from step {metadata['step']}{since}")
-        return metadata["step"]
+        self.log(f"resuming from step {step}{since}")
+        self.lineage = metadata["lineage"]
+        if step < self.length.last:
+            self.note_changed_experiment(step, metadata["facts"])
+        return step
+
+    def note_changed_experiment(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Add to the lineage what has changed in the experiment since a checkpoint with `facts`."""
+        platform = describe_platform()
+        before = {name: value for name, value in facts.items() if name not in platform}
+        changes = describe_changed_facts(before, self.experiment)
+        if changes:
+            self.lineage.append(f"from step {step}: {', '.join(changes)}")
 
     def check_weights_are_shared(self) -> None:
         """Raise RunError if workers have different weights, e.g. loaded from files of their own."""
@@ -327,6 +352,8 @@ class Training:
                 f"{metadata['recipe']['model']}"
             )
         finish_restoring(self.state.model)
+        started = {name: value for name, value in values.items() if name.startswith(prefix)}
+        self.lineage = [f"from step 0: weights with the SHA-256 {weights_sha256(started)[:16]}"]
         weights = "averaged weights" if prefix == "ema." else "weights"
         also = f"; no match there, so new: {listed(new)}" if new else ""
         self.log(f"starting with the {weights} of {source} at step {metadata['step']}{also}")
@@ -506,6 +533,7 @@ class Training:
         metadata = {
             "recipe": recipe_fields(self.config),
             "facts": self.facts,
+            "lineage": self.lineage,
             "dataset": dataset.name,
             "dataset_info": dataset.info._asdict(),
             **{f"{name}_sha256": digest for name, digest in dataset.digests().items()},

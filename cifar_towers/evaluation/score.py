@@ -25,8 +25,6 @@ class Score:
         probabilities = softmax(logits)
         predicted = logits.argmax(1)
         is_correct = predicted == labels
-        self.labels = labels
-        self.logits = logits
         self.probabilities = probabilities.astype(np.float32)  # [n, C]
 
         self.count = len(labels)

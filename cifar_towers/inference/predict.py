@@ -11,7 +11,6 @@ import numpy as np
 
 from cifar_towers.config import TrainConfig
 from cifar_towers.config.programs import ComputeConfig, PredictConfig, TrainedRunConfig
-from cifar_towers.config.train_config import is_model_unchanged
 from cifar_towers.data import image_files
 from cifar_towers.data.dataset import DatasetInfo
 from cifar_towers.errors import DataError, UsageError, listed, printable
@@ -21,7 +20,7 @@ from cifar_towers.files import to_json
 from cifar_towers.hardware import choose_precision
 from cifar_towers.models.keras_models import checkpoint_key, finish_restoring, variable_values
 from cifar_towers.runs.checkpoint import find_checkpoint, read_checkpoint
-from cifar_towers.runs.directory import assign, saved_code
+from cifar_towers.runs.directory import assign, warn_of_edited_model
 from cifar_towers.runs.run import load_run
 from cifar_towers.training import build
 
@@ -86,12 +85,7 @@ class TrainedModel:
         of_model = {name: value for name, value in values.items() if name.startswith(prefix)}
         assign(variables, of_model, self.run.directory)
         finish_restoring(self.model)
-        if not is_model_unchanged(self.config, saved_code(self.metadata)):
-            log.warning(
-                "the code of model=%s has changed since %s was trained",
-                self.config.model,
-                self.run.directory,
-            )
+        warn_of_edited_model(self.config, self.metadata)
         self._classifier = Classifier(self.model, towers, self.augmentation)
 
     def logits(self, images: np.ndarray, tta: bool = False) -> np.ndarray:

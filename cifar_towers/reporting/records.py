@@ -18,6 +18,7 @@ class JsonlWriter:
     def __init__(self, train_dir: Path):
         self._path = train_dir / files.METRICS
         self._best_effort = files.BestEffortWrites(self._path)
+        self._may_be_cut = False  # the last line, by an error
 
     def keep(self, condition: Callable[[dict], bool]) -> None:
         """Remove all records that do not meet the condition, as when a run resumes."""
@@ -26,8 +27,12 @@ class JsonlWriter:
             files.write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def write(self, **record) -> None:
-        with self._best_effort, self._path.open("a") as file:
-            file.write(files.to_json(record) + "\n")
+        with self._best_effort:
+            line_end = "\n" if self._may_be_cut else ""
+            self._may_be_cut = True
+            with self._path.open("a") as file:
+                file.write(line_end + files.to_json(record) + "\n")
+            self._may_be_cut = False
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

@@ -117,9 +117,9 @@ class RunLogger:
             f"{self.length.steps_per_epoch} steps per epoch; writing to {config.directory}"
         )
 
-    def open(self, step: int) -> None:
+    def open(self, step: int, lineage: Sequence[str]) -> None:
         """Open the files of a run that starts or resumes at `step`, and write its settings and
-        environment.
+        environment, with the `lineage` of its weights.
         """
         kept = step or -1  # a start that was aborted at step 0 may have had other settings
         self.metrics.keep(lambda record: record["step"] <= kept)
@@ -128,7 +128,7 @@ class RunLogger:
                 (self.directory / files.RESULT).unlink(missing_ok=True)
         self._unwritten = {
             files.CONFIG: dataclasses.asdict(self.config),
-            files.ENVIRONMENT: describe_run(self.setup),
+            files.ENVIRONMENT: describe_run(self.setup) | {"lineage": list(lineage)},
         }
         self._write_unwritten()
         if step == 0:

@@ -61,15 +61,13 @@ class RunDirectory:
         self._last_save = time.monotonic()
 
     def stored_result(self, dataset: str) -> dict[str, Any] | None:
-        """Return the result of a run on this data set, of the model as it is now, at its last step
-        or its target; otherwise None.
+        """Return the result of a run on this data set, at its last step or its target; otherwise
+        None.
         """
         result = files.read_json(self.path / files.RESULT)
         if not self.saved or result.get("dataset") != dataset:
             return None
         _, metadata = self.saved
-        if not is_model_unchanged(self._config, saved_code(metadata)):
-            return None
         at_end = metadata["step"] >= self._config.run_length(metadata["steps_per_epoch"]).last
         at_target = 0 < self._config.target_accuracy <= (result["reached"] or 0)
         return result if result["step"] == metadata["step"] and (at_end or at_target) else None
@@ -235,6 +233,14 @@ def saved_code(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Return the digests of `code_facts` in a checkpoint's metadata."""
     facts = metadata["facts"].items()
     return {name.removeprefix(CODE_OF): value for name, value in facts if name.startswith(CODE_OF)}
+
+
+def warn_of_edited_model(config: TrainConfig, metadata: Mapping[str, Any]) -> None:
+    """Log a warning if the code of the user's model is not that of a checkpoint's metadata."""
+    if not is_model_unchanged(config, saved_code(metadata)):
+        log.warning(
+            f"the code of model={config.model} has changed since {config.directory} was trained"
+        )
 
 
 def describe_changed_facts(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

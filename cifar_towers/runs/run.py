@@ -119,13 +119,15 @@ class Run:
     @property
     def recipe(self) -> dict[str, Any]:
         """The settings that repetitions of one experiment share, with precision, number of towers,
-        and digests.
+        digests, and the lineage of the weights if there is one.
         """
         settings = {name: value for name, value in self.config.items() if name not in PER_RUN}
         environment = self.environment
         for part in ("data", "code"):
             for name, sha256 in environment.get(f"{part}_sha256", {}).items():
                 settings[f"{name}_{part}"] = sha256[:12]
+        if environment.get("lineage"):
+            settings["lineage"] = "; ".join(environment["lineage"])
         towers = len(environment.get("towers", []))
         return settings | {"precision": environment.get("precision"), "num_gpus": towers}
 

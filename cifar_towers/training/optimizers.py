@@ -210,15 +210,14 @@ class Optimizer:
     ) -> Updates:
         """Return new values from pairs (gradient, variable) in any order.
 
-        A variable has no new value if it has no gradient or no pair, or if its group has no
-        learning rate.
+        A variable has no new value if it has no gradient or no pair.
         """
         gradient_of = {id(variable): gradient for gradient, variable in gradients}
         updates: Updates = []
         for group in self.groups:
             for index, variable in enumerate(group.rule.variables):
                 gradient = gradient_of.get(id(variable))
-                if gradient is not None and group.name in learning_rates:
+                if gradient is not None:
                     with tf.device(variable.device):
                         gradient = tf.convert_to_tensor(gradient)
                         updates += group.rule.compute_update(

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from cifar_towers.data.batches import Batch
@@ -177,11 +178,18 @@ class TrainState:
 
     def weights_sha256(self) -> str:
         """Return the SHA-256 of the names and bytes of the model's variables."""
-        digest = hashlib.sha256()
-        for name, variable in sorted(self.named_variables().items()):
-            if name.startswith("model."):
-                digest.update(name.encode() + variable.numpy().tobytes())
-        return digest.hexdigest()
+        variables = self.named_variables().items()
+        return weights_sha256(
+            {name: variable.numpy() for name, variable in variables if name.startswith("model.")}
+        )
+
+
+def weights_sha256(weights: Mapping[str, np.ndarray]) -> str:
+    """Return the SHA-256 of the names and bytes of weights."""
+    digest = hashlib.sha256()
+    for name, value in sorted(weights.items()):
+        digest.update(name.encode() + value.tobytes())
+    return digest.hexdigest()
 
 
 def _seed_of_part(state: tf.Tensor, part: Batch) -> tf.Tensor:

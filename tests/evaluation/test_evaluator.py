@@ -22,14 +22,14 @@ def reader():
 
 
 def make_evaluator(every_steps, validation=0, tta=False):
-    """Return an evaluator until step 10, and a list of the calls of its classifier, whose logits
-    are the first weight, and ten times as large with TTA.
+    """Return an evaluator until step 10, and a list of the calls of its classifier. Its logit of
+    class 0 is the first weight, and ten times as large with TTA; the others are 0.
     """
     calls = []
 
     def logits(images, weights, non_trainable, tta):
         calls.append((len(images), weights, non_trainable, tta))
-        plain = np.full([len(images), 3], weights[0])
+        plain = np.tile([weights[0], 0.0, 0.0], (len(images), 1))
         return Logits(plain, 10 * plain)
 
     weights = "ema", [2.0], ["averages"]
@@ -64,9 +64,14 @@ def test_the_first_split_is_scored_before_the_end_and_all_of_them_at_the_end(val
     found = evaluations.run(final=True)
     expected = []
     for split in dict.fromkeys((first, "test")):
-        expected += [(split, "ema", False, 2), (split, "ema", True, 20)]
+        expected += [(split, "ema", False, 0.787), (split, "ema", True, 1.0)]
 
-    assert [(e.split, e.weights, e.tta, e.score.logits[0, 0]) for e in found] == expected
+    rows = [
+        (each.split, each.weights, each.tta, round(float(each.score.probabilities[0, 0]), 3))
+        for each in found
+    ]
+
+    assert rows == expected
 
 
 @pytest.mark.parametrize(("count", "examples"), [(1, 10), (2, 4001), (3, 10), (7, 1)])

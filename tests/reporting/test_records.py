@@ -1,4 +1,4 @@
-from pathlib import Path
+import resource
 
 from cifar_towers.reporting.records import JsonlWriter, read_records
 
@@ -18,23 +18,25 @@ def test_resuming_removes_later_records_and_incomplete_lines(tmp_path):
     assert list(read_records(path))[-1] == {"kind": "eval", "step": 11, "loss": None}
 
 
-def test_a_full_disk_is_one_warning_and_damages_no_other_line(tmp_path, monkeypatch, caplog):
+def test_a_full_disk_is_one_warning_and_damages_no_other_line(tmp_path, caplog):
+    """The disk is full in the middle of a line."""
     metrics = JsonlWriter(tmp_path)
     path = tmp_path / "metrics.jsonl"
     metrics.write(kind="train", step=1)
 
-    def open_on_full_disk(self, mode="r"):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", open_on_full_disk)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))
+    try:
         for step in (2, 3):
             metrics.write(kind="train", step=step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     assert len(caplog.records) == 1
     assert str(path) in caplog.text
 
-    path.write_bytes(path.read_bytes() + b"\xff\xfe\n")
     metrics.write(kind="train", step=4)
+    path.write_bytes(path.read_bytes() + b"\xff\xfe\n")
+    metrics.write(kind="train", step=5)
 
-    assert [record["step"] for record in read_records(path)] == [1, 4]
+    assert [record["step"] for record in read_records(path)] == [1, 4, 5]

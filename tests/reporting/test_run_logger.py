@@ -166,6 +166,6 @@ def test_a_result_stays_until_the_run_goes_on(tmp_path):
     result = tmp_path / "result.json"
     for step, stays in ((3, True), (2, False)):
         result.write_text("{}")
-        logger.open(step)
+        logger.open(step, [])
         logger.close()
         assert result.exists() == stays

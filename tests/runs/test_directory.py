@@ -18,7 +18,7 @@ from cifar_towers.config.train_config import recipe_fields
 from cifar_towers.errors import DataError, DivergedError, UsageError
 from cifar_towers.runs import directory as directory_module
 from cifar_towers.runs.checkpoint import checkpoint_path, list_checkpoints, write_checkpoint
-from cifar_towers.runs.directory import RunDirectory, code_facts, open_run
+from cifar_towers.runs.directory import RunDirectory, code_facts, open_run, warn_of_edited_model
 from tests.helpers.messages import lines_with
 
 VALUES = {"model.kernel": np.ones([2, 2], np.float32), "step": np.int64(0)}
@@ -215,17 +215,19 @@ def test_a_finished_run_has_a_result(config, step, result_step, settings, is_fin
 
 
 @pytest.mark.parametrize("setting", ["model", "loss"])
-def test_a_finished_run_has_no_result_of_a_model_that_was_edited_since(config, tmp_path, setting):
-    """An edited loss changes no result of a trained run."""
+def test_a_finished_run_keeps_its_result_if_its_code_is_edited(config, tmp_path, setting, caplog):
+    """There is a warning if the model was edited. An edited loss changes no score of a run."""
     path = tmp_path / "mine.py"
     path.write_text("def mine():\n    pass\n")
     config = dataclasses.replace(config, label_smoothing=0.0, **{setting: f"{path}:mine"})
     save(config, 20, facts=code_facts(config))
     result = {"step": 20, "reached": 0.0, "dataset": "cifar10"}
     files.write_json(config.directory / files.RESULT, result)
-    for expected in (result, None if setting == "model" else result):
+    for is_edited in (False, True):
         with open_run(config) as run:
-            assert run.stored_result("cifar10") == expected
+            assert run.stored_result("cifar10") == result
+            warn_of_edited_model(config, run.saved[1])
+        assert ("has changed since" in caplog.text) == (is_edited and setting == "model")
         path.write_text("def mine():\n    return 1\n")
 
 

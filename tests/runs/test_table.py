@@ -194,10 +194,10 @@ def test_runs_of_one_recipe_with_other_settings_are_groups_of_their_own(tmp_path
     assert all(name.startswith("speed94, batch_size=") for name in groups)
 
 
-def test_runs_on_other_images_of_any_split_or_with_other_code_are_a_group_of_their_own(tmp_path):
+def test_runs_on_other_images_or_with_other_code_or_lineage_are_a_group_of_their_own(tmp_path):
     digests = [("a", "b"), ("a", "b"), ("a", "c"), ("a", "c"), ("d", "b")]
     paths = [
-        make_run(tmp_path / str(seed), seed=seed, dataset="folder:/photos") for seed in range(7)
+        make_run(tmp_path / str(seed), seed=seed, dataset="folder:/photos") for seed in range(8)
     ]
     for path, (train, test) in zip(paths, digests, strict=False):
         change(path, "environment.json", data_sha256={"train": train, "test": test})
@@ -208,9 +208,15 @@ def test_runs_on_other_images_of_any_split_or_with_other_code_are_a_group_of_the
         data_sha256={"train": "a", "test": "b"},
         code_sha256={"model": "edited"},
     )
+    change(
+        paths[7],
+        "environment.json",
+        data_sha256={"train": "a", "test": "b"},
+        lineage=["from step 10: towers 1 -> 2"],
+    )
     groups = group_names(paths)
 
-    assert list(groups.values()) == [["0", "1"], ["2", "3"], ["4"], ["5"], ["6"]]
+    assert list(groups.values()) == [["0", "1"], ["2", "3"], ["4"], ["5"], ["6"], ["7"]]
     assert "speed94, train_data=a, test_data=c" in groups
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cifar_towers import load_run
 from cifar_towers.config import TrainConfig
 from cifar_towers.data import synthetic
 from cifar_towers.errors import UsageError
@@ -65,6 +66,12 @@ def test_it_starts_with_the_averages_of_the_other_run_and_goes_on_without_it(tmp
     shutil.rmtree(source)
 
     assert run(config, stopped)["weights_sha256"] == uninterrupted["weights_sha256"]
+
+    # repetitions start from the same weights
+    (lineage,) = load_run(stopped).environment["lineage"]
+
+    assert lineage.startswith("from step 0: weights with the SHA-256 ")
+    assert [lineage] == load_run(whole).environment["lineage"]
 
 
 def test_weights_of_another_shape_are_new(tmp_path, tiny_run, capsys):

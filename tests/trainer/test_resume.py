@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cifar_towers import load_run
 from cifar_towers.errors import Interrupted
 from cifar_towers.runs.checkpoint import find_checkpoint, read_checkpoint, step_of, write_checkpoint
 from scripts.compare import compare_runs
@@ -246,6 +247,12 @@ def test_a_resumed_run_uses_and_names_what_has_changed(tmp_path, capsys, monkeyp
     changed = "towers 1 -> 2", "oneDNN 1 -> 0", "code of loss "
 
     assert lines_with(capsys.readouterr().out, "resuming from step 1", *changed)
+
+    # a group of repetitions differs from it, but not by the machine's settings
+    (change,) = load_run(tmp_path / "run").environment["lineage"]
+
+    assert change.startswith("from step 1: towers 1 -> 2, code of loss ")
+    assert "oneDNN" not in change
 
     records = records_of(tmp_path / "run", "train")
     rows = [(record["loss"] > 50, record["images_per_sec"]) for record in records]
