@@ -22,14 +22,6 @@ class StepInput(NamedTuple):
     stop_signal: int | None = None  # on a cluster: the signal that this process received, or 0
 
 
-class StartedStep(NamedTuple):
-    """A step that may still run: its values are tensors."""
-
-    inputs: StepInput
-    metrics: StepMetrics
-    gradients: StepGradients | None
-
-
 class FinishedStep(NamedTuple):
     """A step that has run: its values are NumPy arrays."""
 
@@ -79,11 +71,13 @@ class StepRunner:
         """Start a step, which must be traced. Then wait for the step before it, and return that
         one, or [] if it has been returned.
         """
+        # calling the `tf.function` takes twice as long: it looks up what was traced
+        traced = self.traced[inputs.image_size]
         with context.executor_scope(self._steps):  # calls return at once; reading raises errors
-            started = self._call(inputs)
+            metrics, gradients = traced(**_arguments(inputs))
         if not keep_gradients:  # they take the memory of several models
-            started = started._replace(gradients=None)
-        reading = self._metrics.submit(_read, started)
+            gradients = None
+        reading = self._metrics.submit(_read, inputs, metrics, gradients)
         previous = self.finish()
         self._unread = reading
         return previous
@@ -104,22 +98,16 @@ class StepRunner:
         self._metrics.shutdown(cancel_futures=True)
         self._steps.clear_error()  # otherwise the thread would print it again at its end
 
-    def _call(self, inputs: StepInput) -> StartedStep:
-        """Call the traced function of a step."""
-        # calling the `tf.function` takes twice as long: it looks up what was traced
-        metrics, gradients = self.traced[inputs.image_size](**_arguments(inputs))
-        return StartedStep(inputs, metrics, gradients)
 
-
-def _read(started: StartedStep) -> FinishedStep:
-    """Wait for a step, and return it."""
+def _read(inputs: StepInput, metrics: StepMetrics, gradients: StepGradients | None) -> FinishedStep:
+    """Wait for a step, whose values are tensors, and return it."""
     return FinishedStep(
-        step=started.inputs.step + 1,
-        batch=started.inputs.batch,
-        rates=started.inputs.rates,
-        image_size=started.inputs.image_size,
-        metrics=to_numpy(started.metrics),
-        gradients=to_numpy(started.gradients),
+        step=inputs.step + 1,
+        batch=inputs.batch,
+        rates=inputs.rates,
+        image_size=inputs.image_size,
+        metrics=to_numpy(metrics),
+        gradients=to_numpy(gradients),
         end=time.monotonic(),
     )
 
