@@ -119,12 +119,12 @@ def train_run(
             config = dataclasses.replace(config, train_dir=stack.enter_context(unused))
         directory = stack.enter_context(open_run(config))
 
-        result = None if cluster else directory.stored_result(source.name)
+        result = None if cluster else directory.stored_result()
         if result:
             assert directory.saved  # as there is a result
             _, metadata = directory.saved
             prefix, _ = split_path(source.name)
-            if prefix:  # files of the user's, which may have changed
+            if prefix or source.name != result["dataset"]:  # the data may have changed
                 dataset = sources.load(source, config.validation_examples, config.image_size)
                 dataset.check_unchanged(metadata, directory.path)
             warn_of_edited_model(config, metadata)

@@ -300,7 +300,7 @@ class Training:
         step = metadata["step"]
         changes = describe_changed_facts(metadata["facts"], self.facts)
         since = (
-            f"; since then: {', '.join(changes)}, which changes what is computed" if changes else ""
+            f"; since then: {', '.join(changes)}, which may change the result" if changes else ""
         )
         self.log(f"resuming from step {step}{since}")
         self.lineage = metadata["lineage"]

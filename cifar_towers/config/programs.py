@@ -79,7 +79,7 @@ class EvaluateConfig(ComputeConfig, RunDataConfig):
     allow_changed_data: bool = setting(
         False, "evaluate even if the images have changed since the run began"
     )
-    json: bool = setting(False, "print one JSON object and nothing else")
+    json: bool = setting(False, "print one JSON object to standard output, instead of text")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class RunsConfig(Settings):
     title = "Table"
 
     runs_dir: str = setting("runs", "directory to search for runs")
-    json: bool = setting(False, "print one JSON object per run and nothing else")
+    json: bool = setting(False, "print one JSON object per run, instead of text")
     patterns: tuple[str, ...] = setting((), "patterns of names, e.g. 'speed94*'")
 
 

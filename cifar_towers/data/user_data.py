@@ -89,7 +89,10 @@ def locate(prefix: str, root: Path) -> Callable[[int, Sequence[str]], dict[str, 
         if "train" in splits:
             _check_every_class_is_trained(class_names, splits["train"])
     except (OSError, ValueError, csv.Error) as error:
-        raise DataError(f"dataset={prefix}{root}: {error}") from error
+        advice = ""
+        if isinstance(error, FileNotFoundError):
+            advice = f"; give --dataset={prefix}<path> with the path where it is now"
+        raise DataError(f"dataset={prefix}{root}: {error}{advice}") from error
     return functools.partial(_read_splits, class_names, splits)
 
 

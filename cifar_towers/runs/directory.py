@@ -60,12 +60,10 @@ class RunDirectory:
         self._save_seconds = 0.0
         self._last_save = time.monotonic()
 
-    def stored_result(self, dataset: str) -> dict[str, Any] | None:
-        """Return the result of a run on this data set, at its last step or its target; otherwise
-        None.
-        """
+    def stored_result(self) -> dict[str, Any] | None:
+        """Return the result of a run at its last step or its target; otherwise None."""
         result = files.read_json(self.path / files.RESULT)
-        if not self.saved or result.get("dataset") != dataset:
+        if not self.saved or not result:
             return None
         _, metadata = self.saved
         at_end = metadata["step"] >= self._config.run_length(metadata["steps_per_epoch"]).last

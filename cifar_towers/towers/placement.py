@@ -25,9 +25,6 @@ def variable_placement(
     """Create every variable inside on the device that `policy` chooses, also Keras variables and
     optimizer slots.
 
-    A variable inside `pin_to_device` is on that device instead; `least_loaded` counts its bytes
-    too.
-
     Args:
       policy: `cpu` is host memory, from which every tower reads. `round_robin` takes the towers'
         devices in turn. `least_loaded` takes the towers' device that holds the fewest bytes of

@@ -210,8 +210,7 @@ def test_a_finished_run_has_a_result(config, step, result_step, settings, is_fin
     result = {"step": result_step, "reached": 0.94, "dataset": "cifar10"}
     files.write_json(config.directory / files.RESULT, result)
     with open_run(dataclasses.replace(config, **settings)) as run:
-        assert run.stored_result("cifar10") == (result if is_finished else None)
-        assert run.stored_result("synthetic") is None
+        assert run.stored_result() == (result if is_finished else None)
 
 
 @pytest.mark.parametrize("setting", ["model", "loss"])
@@ -225,7 +224,7 @@ def test_a_finished_run_keeps_its_result_if_its_code_is_edited(config, tmp_path,
     files.write_json(config.directory / files.RESULT, result)
     for is_edited in (False, True):
         with open_run(config) as run:
-            assert run.stored_result("cifar10") == result
+            assert run.stored_result() == result
             warn_of_edited_model(config, run.saved[1])
         assert ("has changed since" in caplog.text) == (is_edited and setting == "model")
         path.write_text("def mine():\n    return 1\n")

@@ -55,6 +55,11 @@ def test_images_that_have_changed_are_refused(tmp_path, small_folder):
 
     assert run(TINY, **on_photos, max_steps=1) == result
 
+    moved = photos.rename(tmp_path / "moved")
+
+    assert run(TINY, **on_photos | {"dataset": f"folder:{moved}"}, max_steps=1) == result
+
+    moved.rename(photos)
     shutil.rmtree(validation)
     for max_steps in (1, 2):
         with pytest.raises(DataError, match="validation images .*photos"):
