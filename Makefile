@@ -5,9 +5,8 @@ NUM_GPUS ?= 0
 ARGS ?=
 BIN := .venv/bin
 NVIDIA := $(wildcard /proc/driver/nvidia/version /usr/lib/wsl/lib/libcuda.so.1)
-# compat: `import cifar_towers` works in the directory above the clone, too
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt \
-  --config-settings editable_mode=compat -e
+  -e
 
 # without byte code every start takes twice as long; the first start writes it
 unexport PYTHONDONTWRITEBYTECODE

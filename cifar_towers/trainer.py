@@ -450,9 +450,7 @@ class Training:
         while self.unlogged:
             oldest = self.unlogged.pop(0)  # first, so that `save_after` does not count it again
             skipped = self.health.record(oldest)
-            if self.health.has_diverged:
-                raise DivergedError(f"{skipped}; {self.describe_latest()}; {ADVICE}")
-            if skipped:
+            if skipped and not self.health.has_diverged:
                 self.log(skipped)
 
             is_summarized = self.logger.is_summary_step(oldest.step)
@@ -461,6 +459,8 @@ class Training:
                 record = self.logger.log_step(oldest, diagnostics, self.health.skipped_steps)
                 if record:
                     self.callbacks.step(oldest.step, record)
+            if self.health.has_diverged:
+                raise DivergedError(f"{skipped}; {self.describe_latest()}; {ADVICE}")
 
     def diagnose(self, finished: FinishedStep) -> StepDiagnostics:
         """Return the diagnostics of a step, with the gradient norms and cosines of all workers'
