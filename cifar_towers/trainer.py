@@ -328,7 +328,7 @@ class Training:
         """Start with the newest weights of another run: those of equal name and shape. Log which
         others are new.
 
-        The weights are the moving averages of the other run if it keeps some. The new run's own
+        The weights are the moving averages of the other run if it keeps any. The new run's own
         averages start with the same values. Integers, such as seeds, are not copied.
         """
         values, metadata = self.workers.broadcast_from_chief(

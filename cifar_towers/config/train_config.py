@@ -100,16 +100,16 @@ class TowerSettings(DeviceSettings):
     )
     variable_placement: str = setting(
         "",
-        "where to put the towers' shared variables: cpu: in host memory; round_robin: on the "
-        "towers' devices in turn; least_loaded: on the device that holds the fewest bytes so far; "
-        "default: cpu, or least_loaded for speednets on GPUs; not with --jit_compile",
+        "where to put the towers' shared variables: cpu (in host memory), round_robin (on the "
+        "towers' devices in turn), or least_loaded (on the device that holds the fewest bytes so "
+        "far); default: cpu, or least_loaded for speednets on GPUs; not with --jit_compile",
         choices=("cpu", "round_robin", "least_loaded"),
         scope=EXPERIMENT,
     )
     batch_statistics: str = setting(
         "mean",
-        "what batch norm normalizes by: mean: each tower's own part of the batch (moving "
-        "statistics are averaged over the towers); synchronized: the whole batch",
+        "what batch norm normalizes by: mean (each tower's own part of the batch; moving "
+        "statistics are averaged over the towers) or synchronized (the whole batch)",
         choices=("mean", "synchronized"),
     )
     micro_batches: int = setting(
@@ -160,7 +160,7 @@ class RunSettings(Settings):
     init_from: str = setting(
         "",
         "start from the newest weights of the run in this directory, or from their moving averages "
-        "if it keeps some; variables of the same name and shape are copied",
+        "if it keeps any; variables of the same name and shape are copied",
     )
     epochs: float = setting(8.0, "number of passes over the training set", low=1e-6, high=1e6)
     max_steps: int = setting(
@@ -213,7 +213,7 @@ class DataSettings(Settings):
     batch_size: int = setting(1536, "number of examples per step, over all towers", low=1)
     flip: str = setting(
         "alternating",
-        "mirror training images: none; random; alternating: each in every other epoch",
+        "mirror training images: none, random, or alternating (each in every other epoch)",
         choices=("none", "random", "alternating"),
     )
 
