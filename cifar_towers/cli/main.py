@@ -117,7 +117,7 @@ def train_seeds(config: TrainConfig) -> None:
     If seeds diverge, the others are trained and counted before a DivergedError is raised.
     """
     from cifar_towers.data import sources
-    from cifar_towers.runs.table import summarize_groups
+    from cifar_towers.runs.table import explain_groups, summarize_groups
 
     source, config = api.locate_data(config)
     source = sources.read_once(source)
@@ -136,7 +136,7 @@ def train_seeds(config: TrainConfig) -> None:
 
     root = config.directory.parent  # so that a group is called as `runs` calls it
     runs = [load_run(path, str(path.relative_to(root))) for path in trained]
-    for line in summarize_groups(runs):
+    for line in [*summarize_groups(runs), *explain_groups(runs)]:
         print(line)
     if diverged:
         raise DivergedError("; ".join(diverged))

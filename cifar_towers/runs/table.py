@@ -248,6 +248,18 @@ def summarize_groups(runs: Sequence[Run]) -> list[str]:
     return [printable(line) for line in lines]
 
 
+def explain_groups(runs: Sequence[Run]) -> list[str]:
+    """Return a line that says in what runs differ which are not averaged; none if all are.
+
+    For example `not averaged with each other: seeds 0, 2: net; seed 1: net, num_gpus=1`.
+    """
+    groups = group_by_recipe(runs)
+    if len(groups) < 2:
+        return []
+    described = "; ".join(f"{group.describe_seeds()}: {group.name}" for group in groups)
+    return [printable(f"not averaged with each other: {described}")]
+
+
 def compare_groups(groups: Sequence[Group]) -> list[str]:
     """Return a line for every two groups with two finished runs each: the difference of their mean
     accuracies.

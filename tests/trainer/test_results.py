@@ -192,7 +192,8 @@ def test_synthetic_data_that_replace_cifar10_are_named_everywhere(
 
 def test_seeds_are_summarized_without_those_that_diverge(tmp_path, monkeypatch, capsys):
     """The data are located and read once. The last line is one of those below the table of runs."""
-    accuracies = {0: 0.94, 2: 0.92, 3: 0.96}
+    accuracies = {0: 0.94, 2: 0.92, 3: 0.96, 4: 0.5}
+    lineages = {4: ["from step 1: towers 2 -> 1"]}
 
     def train(config, source, *_, **__):
         source.read(32, sources.TRAINED)
@@ -203,6 +204,8 @@ def test_seeds_are_summarized_without_those_that_diverge(tmp_path, monkeypatch, 
         evaluation["accuracy"] = accuracies[config.seed]
         result = {"step": 1, "seconds": {"train": 1.0}, "evaluations": [evaluation]}
         files.write_json(config.directory / files.RESULT, result)
+        environment = {"lineage": lineages.get(config.seed, [])}
+        files.write_json(config.directory / files.ENVIRONMENT, environment)
         return result
 
     monkeypatch.setattr(trainer, "train", train)
@@ -219,3 +222,8 @@ def test_seeds_are_summarized_without_those_that_diverge(tmp_path, monkeypatch, 
 
     assert call(monkeypatch, "runs", f"--runs_dir={tmp_path}") == 0
     assert capsys.readouterr().out.endswith(f"\n\n{line}")
+
+    train_seeds(replace(TINY, train_dir=str(tmp_path / "other"), seeds="0,4"))
+    (last,) = lines_with(capsys.readouterr().out, "not averaged with each other: seed 0: ")
+
+    assert last.endswith(", lineage=from step 1: towers 2 -> 1")
