@@ -114,7 +114,7 @@ class Dataset(NamedTuple):
         changed = self.changed_splits(metadata)
         if changed:
             raise DataError(
-                f"{directory} was trained on other {' and '.join(changed)} images than "
+                f"{directory} was made with other {' and '.join(changed)} images than "
                 f"{self.name} has now; give the --dataset of the run with its images as they were, "
                 "another --train_dir, or --overwrite"
             )
