@@ -46,12 +46,13 @@ def launch(
         first_failed = next((worker for worker, code in codes.items() if code), None)
         if first_failed is None or signals.received or codes[first_failed] in FINAL:
             break
-        if restart < max_restarts:
-            name = f"worker {first_failed}" if num_workers else "the process"
-            log(
-                f"{name} ended with exit code {codes[first_failed]}; restart {restart + 1} of at "
-                f"most {max_restarts}"
-            )
+        name = f"worker {first_failed}" if num_workers else "the process"
+        consequence = (
+            f"restart {restart + 1} of at most {max_restarts}"
+            if restart < max_restarts
+            else "no restart is left"
+        )
+        log(f"{name} ended with exit code {codes[first_failed]}; {consequence}")
     return next(filter(None, codes.values()), 0)
 
 

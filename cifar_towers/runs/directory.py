@@ -33,7 +33,8 @@ DEFAULT_INTERVAL_SECONDS = 30.0  # between checkpoints where no number of steps 
 # for a run that diverged
 ADVICE = (
     "lower the learning rates (--learning_rate and, if the recipe sets them, --bias_learning_rate "
-    "and --head_learning_rate), in another --train_dir or with --overwrite"
+    "and --head_learning_rate); once there is a checkpoint, also give another --train_dir or "
+    "--overwrite"
 )
 CODE_OF = "code of "  # how the facts about code of the user's are called
 MAX_TIME_FRACTION = 0.01  # of the run's time that saving may take there

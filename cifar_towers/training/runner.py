@@ -1,5 +1,6 @@
 """The host's side of a step: trace it, start it in a thread, and return its metrics a step late."""
 
+import contextlib
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -94,8 +95,10 @@ class StepRunner:
         return [finished]
 
     def close(self) -> None:
-        """Wait for a step that still runs, and end the thread that reads."""
+        """Wait for steps that still run, and end the thread that reads."""
         self._metrics.shutdown(cancel_futures=True)
+        with contextlib.suppress(tf.errors.OpError):  # `finish` raises it for whoever asks
+            self._steps.wait()
         self._steps.clear_error()  # otherwise the thread would print it again at its end
 
 
