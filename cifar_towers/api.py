@@ -127,7 +127,7 @@ def train_run(
             if prefix or source.name != result["dataset"]:  # the data may have changed
                 dataset = sources.load(source, config.validation_examples, config.image_size)
                 dataset.check_unchanged(metadata, directory.path)
-            warn_of_edited_model(config, metadata)
+            warn_of_edited_model(config, metadata, directory.path)
             score = describe_score(reported_score(result["evaluations"]) or {})
             log.info(
                 f"{directory.path} is complete at step {result['step']}, so nothing is trained; "

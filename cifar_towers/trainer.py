@@ -188,8 +188,10 @@ class Training:
 
     Attributes:
       variables: every variable that checkpoints hold, by name.
-      lineage: what the weights come from besides the experiment: from which step on the run had
-        the weights of another, or the towers, precision or code of a resumed run.
+      experiment: what repetitions have in common; see `describe_experiment`.
+      platform: what the bits depend on besides; see `describe_platform`.
+      lineage: what else the weights come from: the weights of `init_from`, and each step from which
+        the experiment was another.
       evaluations: records of the evaluations after the last step, if it was evaluated.
       unlogged: steps that have finished and are not logged yet.
       reached: the first accuracy that met the target; 0 until then.
@@ -229,7 +231,7 @@ class Training:
         self.evaluator = self.make_evaluator(augmentation)
 
         self.experiment = describe_experiment(setup)
-        self.facts = self.experiment | describe_platform()
+        self.platform = describe_platform()
         self.lineage: list[str] = []
         self.evaluations: list[dict] = []
         self.unlogged: list[FinishedStep] = []
@@ -298,20 +300,19 @@ class Training:
         self.logger.smoothed_losses.restore(metadata)
         self.evaluations = metadata["evaluations"]
         step = metadata["step"]
-        changes = describe_changed_facts(metadata["facts"], self.facts)
+        changes = describe_changed_facts(metadata["facts"], self.experiment | self.platform)
         since = (
             f"; since then: {', '.join(changes)}, which may change the result" if changes else ""
         )
         self.log(f"resuming from step {step}{since}")
         self.lineage = metadata["lineage"]
-        if step < self.length.last:
+        if step:  # nothing was computed before step 0
             self.note_changed_experiment(step, metadata["facts"])
         return step
 
     def note_changed_experiment(self, step: int, facts: Mapping[str, Any]) -> None:
         """Add to the lineage what has changed in the experiment since a checkpoint with `facts`."""
-        platform = describe_platform()
-        before = {name: value for name, value in facts.items() if name not in platform}
+        before = {name: value for name, value in facts.items() if name not in self.platform}
         changes = describe_changed_facts(before, self.experiment)
         if changes:
             self.lineage.append(f"from step {step}: {', '.join(changes)}")
@@ -457,10 +458,10 @@ class Training:
             diagnostics = self.diagnose(oldest) if is_summarized else None
             with self.timer.phase("report"):
                 record = self.logger.log_step(oldest, diagnostics, self.health.skipped_steps)
+                if self.health.has_diverged:
+                    raise DivergedError(f"{skipped}; {self.describe_latest()}; {ADVICE}")
                 if record:
                     self.callbacks.step(oldest.step, record)
-            if self.health.has_diverged:
-                raise DivergedError(f"{skipped}; {self.describe_latest()}; {ADVICE}")
 
     def diagnose(self, finished: FinishedStep) -> StepDiagnostics:
         """Return the diagnostics of a step, with the gradient norms and cosines of all workers'
@@ -532,7 +533,7 @@ class Training:
         dataset = self.setup.dataset
         metadata = {
             "recipe": recipe_fields(self.config),
-            "facts": self.facts,
+            "facts": self.experiment | self.platform,
             "lineage": self.lineage,
             "dataset": dataset.name,
             "dataset_info": dataset.info._asdict(),

@@ -28,7 +28,7 @@ STEPS = {
     "speed94-at-20": "speed94 at 20x20",
     "speed94": "at 32x32",
 }
-HEADER = "| GPUs | Driver, TensorFlow | Tests | speed94 with TTA, without | "
+HEADER = "| GPUs | Driver, TensorFlow | Tests | speed94: with TTA, without TTA | "
 HEADER += "The same with `--jit_compile` | "
 HEADER += " | ".join(STEPS.values()) + " | Failed |"
 RUNS = {"speed94": [], "speed94-xla": ["--jit_compile"]}

@@ -112,7 +112,7 @@ def train(config: TrainConfig) -> None:
 
 
 def train_seeds(config: TrainConfig) -> None:
-    """Train one run for each seed, and print what `runs` prints of a group.
+    """Train one run for each seed, and print their mean, or in what they differ.
 
     If seeds diverge, the others are trained and counted before a DivergedError is raised.
     """

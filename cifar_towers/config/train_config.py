@@ -86,8 +86,8 @@ class TowerSettings(DeviceSettings):
 
     num_gpus: int = setting(
         0,
-        "number of towers, per worker in a cluster; 0: one per GPU, or without GPUs two (one per "
-        "worker), or fewer if that number does not divide the batch evenly",
+        "number of towers (in a cluster, per worker); 0: one per GPU, without GPUs two (in a "
+        "cluster, one), or fewer if that number does not divide the batch evenly",
         low=0,
         scope=EXPERIMENT,
     )

@@ -88,11 +88,13 @@ def locate(prefix: str, root: Path) -> Callable[[int, Sequence[str]], dict[str, 
             splits["train"], splits["test"] = _hold_out(*splits["train"])
         if "train" in splits:
             _check_every_class_is_trained(class_names, splits["train"])
+    except FileNotFoundError as error:
+        raise DataError(
+            f"dataset={prefix}{root}: {error}; give --dataset={prefix}<path> with the path where "
+            "it is now"
+        ) from error
     except (OSError, ValueError, csv.Error) as error:
-        advice = ""
-        if isinstance(error, FileNotFoundError):
-            advice = f"; give --dataset={prefix}<path> with the path where it is now"
-        raise DataError(f"dataset={prefix}{root}: {error}{advice}") from error
+        raise DataError(f"dataset={prefix}{root}: {error}") from error
     return functools.partial(_read_splits, class_names, splits)
 
 

@@ -1,7 +1,6 @@
 """A trained model in memory, and the classes that it gives to images."""
 
 import dataclasses
-import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,8 +22,6 @@ from cifar_towers.runs.checkpoint import find_checkpoint, read_checkpoint
 from cifar_towers.runs.directory import assign, warn_of_edited_model
 from cifar_towers.runs.run import load_run
 from cifar_towers.training import build
-
-log = logging.getLogger(__name__)
 
 BATCH_SIZE = 256  # pictures that are read and classified at once
 TOP_K = 3  # classes shown for each picture
@@ -85,7 +82,7 @@ class TrainedModel:
         of_model = {name: value for name, value in values.items() if name.startswith(prefix)}
         assign(variables, of_model, self.run.directory)
         finish_restoring(self.model)
-        warn_of_edited_model(self.config, self.metadata)
+        warn_of_edited_model(self.config, self.metadata, self.run.directory)
         self._classifier = Classifier(self.model, towers, self.augmentation)
 
     def logits(self, images: np.ndarray, tta: bool = False) -> np.ndarray:

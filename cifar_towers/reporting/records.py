@@ -18,7 +18,7 @@ class JsonlWriter:
     def __init__(self, train_dir: Path):
         self._path = train_dir / files.METRICS
         self._best_effort = files.BestEffortWrites(self._path)
-        self._may_be_cut = False  # the last line, by an error
+        self._line_start = ""
 
     def keep(self, condition: Callable[[dict], bool]) -> None:
         """Remove all records that do not meet the condition, as when a run resumes."""
@@ -28,11 +28,11 @@ class JsonlWriter:
 
     def write(self, **record) -> None:
         with self._best_effort:
-            line_end = "\n" if self._may_be_cut else ""
-            self._may_be_cut = True
+            line = self._line_start + files.to_json(record) + "\n"
+            self._line_start = "\n"  # an error may cut this line
             with self._path.open("a") as file:
-                file.write(line_end + files.to_json(record) + "\n")
-            self._may_be_cut = False
+                file.write(line)
+            self._line_start = ""
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

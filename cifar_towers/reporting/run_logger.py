@@ -176,7 +176,7 @@ class RunLogger:
         self, finished: FinishedStep, diagnostics: StepDiagnostics | None, skipped_steps: int
     ) -> dict[str, Any] | None:
         """Show a step, and record it with its diagnostics, if any. Return the record; None if none
-        was due. Every skipped step has one.
+        was due.
 
         The record is made once. metrics.jsonl takes it whole, TensorBoard its numbers.
         """
@@ -189,8 +189,7 @@ class RunLogger:
         self.progress.step(self._status(step, metrics.loss, metrics.accuracy, rate))
 
         scalar_period = math.ceil(self.config.summary_every_steps / SCALARS_PER_SUMMARY)
-        is_due = _is_due(step, scalar_period) or diagnostics or not metrics.updated
-        if not is_due:
+        if not diagnostics and not _is_due(step, scalar_period):
             return None
 
         record = self._make_record(finished, diagnostics, skipped_steps)

@@ -234,12 +234,12 @@ def saved_code(metadata: Mapping[str, Any]) -> dict[str, str]:
     return {name.removeprefix(CODE_OF): value for name, value in facts if name.startswith(CODE_OF)}
 
 
-def warn_of_edited_model(config: TrainConfig, metadata: Mapping[str, Any]) -> None:
-    """Log a warning if the code of the user's model is not that of a checkpoint's metadata."""
+def warn_of_edited_model(config: TrainConfig, metadata: Mapping[str, Any], directory: Path) -> None:
+    """Log a warning if the code of the user's model is not that of the run in a directory, whose
+    checkpoint has this metadata.
+    """
     if not is_model_unchanged(config, saved_code(metadata)):
-        log.warning(
-            f"the code of model={config.model} has changed since {config.directory} was trained"
-        )
+        log.warning(f"the code of model={config.model} has changed since {directory} was trained")
 
 
 def describe_changed_facts(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

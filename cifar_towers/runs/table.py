@@ -145,7 +145,7 @@ def _cell(value: Any) -> str:
 
 
 class Group(NamedTuple):
-    """Runs with the same settings, data and code of the user's, one of each seed."""
+    """Runs with the same settings, data, code of the user's and lineage, one of each seed."""
 
     name: str  # of the directory that holds only these runs, or of the recipe and what differs
     runs: list[Run]
@@ -251,7 +251,8 @@ def summarize_groups(runs: Sequence[Run]) -> list[str]:
 def explain_groups(runs: Sequence[Run]) -> list[str]:
     """Return a line that says in what runs differ which are not averaged; none if all are.
 
-    For example `not averaged with each other: seeds 0, 2: net; seed 1: net, num_gpus=1`.
+    For example `not averaged with each other: seeds 0, 2: net, num_gpus=2; seed 1: net,
+    num_gpus=1`.
     """
     groups = group_by_recipe(runs)
     if len(groups) < 2:

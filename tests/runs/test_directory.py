@@ -225,7 +225,7 @@ def test_a_finished_run_keeps_its_result_if_its_code_is_edited(config, tmp_path,
     for is_edited in (False, True):
         with open_run(config) as run:
             assert run.stored_result() == result
-            warn_of_edited_model(config, run.saved[1])
+            warn_of_edited_model(config, run.saved[1], run.path)
         assert ("has changed since" in caplog.text) == (is_edited and setting == "model")
         path.write_text("def mine():\n    return 1\n")
 

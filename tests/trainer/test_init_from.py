@@ -16,6 +16,7 @@ from cifar_towers.runs.checkpoint import (
     list_checkpoints,
     read_checkpoint,
 )
+from cifar_towers.training.state import weights_sha256
 from tests.helpers.messages import lines_with
 from tests.helpers.short_runs import TINY, run, stopped_after
 from tests.helpers.user_data import write_folder
@@ -45,6 +46,8 @@ def test_it_starts_with_the_averages_of_the_other_run_and_goes_on_without_it(tmp
     uninterrupted = run(config, whole)
     first = checkpoint_path(whole, 0)
     averaged = values_of(find_checkpoint(source), "ema")
+    every_value = read_checkpoint(find_checkpoint(source))[0].items()
+    digest = weights_sha256({name: value for name, value in every_value if name[:4] == "ema."})
 
     assert "batch_normalization.moving_variance" in averaged
     assert "dense.kernel" in averaged
@@ -70,8 +73,14 @@ def test_it_starts_with_the_averages_of_the_other_run_and_goes_on_without_it(tmp
     # repetitions start from the same weights
     (lineage,) = load_run(stopped).environment["lineage"]
 
-    assert lineage.startswith("from step 0: weights with the SHA-256 ")
+    assert lineage == f"from step 0: weights with the SHA-256 {digest[:16]}"
     assert [lineage] == load_run(whole).environment["lineage"]
+
+    # nothing was computed with the settings of a start that was stopped at step 0
+    restarted = stopped_after(0, whole, tmp_path / "three")
+    run(config, restarted, num_gpus=1)
+
+    assert [lineage] == load_run(restarted).environment["lineage"]
 
 
 def test_weights_of_another_shape_are_new(tmp_path, tiny_run, capsys):

@@ -14,8 +14,8 @@ from cifar_towers import files, trainer
 from cifar_towers.cli.main import train_seeds
 from cifar_towers.config.programs import EvaluateConfig
 from cifar_towers.config.schedules import RunLength
-from cifar_towers.data import sources
-from cifar_towers.errors import DivergedError
+from cifar_towers.data import sources, synthetic
+from cifar_towers.errors import DataError, DivergedError
 from cifar_towers.evaluation import evaluator
 from cifar_towers.evaluation.score import Score
 from cifar_towers.inference.evaluate import evaluate_checkpoint
@@ -82,6 +82,15 @@ def test_a_finished_run_returns_its_stored_result(tiny_run, caplog):
     directory, result, _ = tiny_run
     assert run(TINY, directory, num_gpus=4) == result
     assert lines_with(caplog.text, directory, f"step {STEPS}")
+
+
+def test_a_finished_run_returns_no_result_of_other_data(tiny_run, monkeypatch):
+    """The other data set has another name, and is no file of the user's."""
+    train, test = synthetic.make(500, 1, 0), synthetic.make(500, 1, 1)
+    other = sources.Source("cifar10", lambda image_size, names: {"train": train, "test": test})
+    monkeypatch.setattr(sources, "find", Mock(return_value=other))
+    with pytest.raises(DataError, match="other train and test images than cifar10"):
+        run(TINY, tiny_run.directory)
 
 
 def test_evaluate_reproduces_the_score_of_the_run(tiny_run):

@@ -223,6 +223,10 @@ def test_a_run_goes_on_under_other_strategies(tmp_path, tiny_run, capsys):
         assert run(TINY, tmp_path, max_steps=end, **start)["step"] == end
 
     assert lines_with(capsys.readouterr().out, "step 8", "towers 4 -> 2")
+    assert load_run(tmp_path).environment["lineage"] == [
+        "from step 8: towers 4 -> 2, strategy towers -> mirrored",
+        "from step 14: towers 2 -> 1, strategy mirrored -> towers",
+    ]
 
     ours = records_of(tmp_path, "train")
     uninterrupted = records_of(tiny_run.directory, "train")
