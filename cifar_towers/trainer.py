@@ -26,7 +26,6 @@ from cifar_towers.reporting.phase_timer import PhaseTimer, training_seconds
 from cifar_towers.reporting.run_logger import RunLogger
 from cifar_towers.runs.checkpoint import find_checkpoint, read_checkpoint
 from cifar_towers.runs.directory import (
-    ADVICE,
     RunDirectory,
     assign,
     code_facts,
@@ -459,7 +458,8 @@ class Training:
             with self.timer.phase("report"):
                 record = self.logger.log_step(oldest, diagnostics, self.health.skipped_steps)
                 if self.health.has_diverged:
-                    raise DivergedError(f"{skipped}; {self.describe_latest()}; {ADVICE}")
+                    left = self.workers.broadcast_from_chief(self.directory.describe_divergence)
+                    raise DivergedError(f"{skipped}; {left}")
                 if record:
                     self.callbacks.step(oldest.step, record)
 

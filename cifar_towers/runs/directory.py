@@ -33,8 +33,7 @@ DEFAULT_INTERVAL_SECONDS = 30.0  # between checkpoints where no number of steps 
 # for a run that diverged
 ADVICE = (
     "lower the learning rates (--learning_rate and, if the recipe sets them, --bias_learning_rate "
-    "and --head_learning_rate); once there is a checkpoint, also give another --train_dir or "
-    "--overwrite"
+    "and --head_learning_rate)"
 )
 CODE_OF = "code of "  # how the facts about code of the user's are called
 MAX_TIME_FRACTION = 0.01  # of the run's time that saving may take there
@@ -103,7 +102,7 @@ class RunDirectory:
         nonfinite = first_nonfinite(values)
         if nonfinite:
             raise DivergedError(
-                f"{nonfinite} is not finite after step {step}; {self.describe_latest()}; {ADVICE}"
+                f"{nonfinite} is not finite after step {step}; {self.describe_divergence()}"
             )
         start = time.monotonic()
         try:
@@ -132,6 +131,12 @@ class RunDirectory:
         """Return what is left of the run: the name of its newest checkpoint, if there is one."""
         checkpoints = list_checkpoints(self.path)
         return f"{checkpoints[-1].name} is kept" if checkpoints else "no checkpoint was written"
+
+    def describe_divergence(self) -> str:
+        """Return what is left of a run that diverged, and what to do."""
+        has_checkpoints = bool(list_checkpoints(self.path))
+        place = ", in another --train_dir or with --overwrite" if has_checkpoints else ""
+        return f"{self.describe_latest()}; {ADVICE}{place}"
 
 
 @contextlib.contextmanager

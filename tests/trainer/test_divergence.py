@@ -103,7 +103,7 @@ def test_a_diverged_run_saves_no_nonfinite_values(tmp_path):
 def test_a_save_that_finds_a_nonfinite_value_ends_the_run_and_names_it(tmp_path):
     """The first update overflows from finite gradients."""
     rates = {"learning_rate": 1e38, "weight_decay": 1e38}
-    message = r"^model\.\S+ is not finite after step 1;.* --overwrite"
+    message = r"^model\.\S+ is not finite after step 1; no checkpoint .* --head_learning_rate\)$"
     with pytest.raises(DivergedError, match=message):
         run(TINY, tmp_path, checkpoint_every_steps=1, **rates)
     assert list_checkpoints(tmp_path) == []
