@@ -151,7 +151,7 @@ def test_short_help_has_what_the_program_is_used_with():
     shown = re.search(r"--batch_size:.*?default: '(\d+)'", training, re.S)[1]
     assert int(shown) == parse("--recipe=speed94").batch_size
     assert "--data_dir" not in training
-    assert "per worker in a cluster" in " ".join(training.split())
+    assert "in a cluster, per worker" in " ".join(training.split())
 
 
 def test_flagfile_may_be_a_pipe():
