@@ -5,8 +5,7 @@ NUM_GPUS ?= 0
 ARGS ?=
 BIN := .venv/bin
 NVIDIA := $(wildcard /proc/driver/nvidia/version /usr/lib/wsl/lib/libcuda.so.1)
-INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt \
-  -e
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt -e
 
 # without byte code every start takes twice as long; the first start writes it
 unexport PYTHONDONTWRITEBYTECODE

@@ -551,15 +551,13 @@ class Training:
             self.logger.saved_step = step
         return saved
 
-    def describe_latest(self) -> str:
-        """Return what worker 0 has saved of the run."""
-        return self.workers.broadcast_from_chief(self.directory.describe_latest)
-
     def save_early(self, step: int) -> NoReturn:
         """Save the last step after a signal, and raise Interrupted."""
         self.logger.progress.pause()
         saved = self.save_now(step, wait=True)
-        outcome = f"saved step {step}" if saved else self.describe_latest()
+        outcome = f"saved step {step}"
+        if not saved:
+            outcome = self.workers.broadcast_from_chief(self.directory.describe_latest)
         raise Interrupted(self.stop_signal, f"{outcome}: {HOW_TO_RESUME}")
 
     def save_after(self, error: BaseException, step: int) -> None:
