@@ -144,7 +144,7 @@ def test_command_uses_a_run(command, runs, here, capsys):
 @pytest.mark.slow
 def test_example_from_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(compile(block_with("callbacks=[follow]"), "training.md", "exec"), {})
+    exec(compile(block_with("callbacks=[follow]"), "python.md", "exec"), {})
 
 
 @pytest.mark.slow
