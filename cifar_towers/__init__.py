@@ -1,4 +1,4 @@
-"""CIFAR-10 on towers: synchronous data-parallel training, readable from end to end.
+"""Train image classifiers on towers: synchronous data parallelism, readable from end to end.
 
 `train` trains a run, and `load_run` reads one. The methods of a `Run` evaluate, predict and export,
 as the programs do. `cifar_towers.towers` is for your own code.
