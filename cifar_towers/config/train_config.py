@@ -74,8 +74,8 @@ class DeviceSettings(Settings):
     )
     deterministic: bool = setting(
         False,
-        "on GPUs, give the same bits in every run, as CPUs do without it; an operation without a "
-        "deterministic form is an error",
+        "make GPU runs bit-identical, as CPU runs are without this flag; an operation that has no "
+        "deterministic form is then an error",
         scope=EXPERIMENT,
     )
 
@@ -392,8 +392,7 @@ class TrainConfig(  # dataclasses puts the fields of the last base first
         for is_conflict, message in CONFLICTS:
             if is_conflict(self):
                 raise UsageError(message.format(**vars(self)))
-        if self.num_gpus:
-            self.check_shares(self.num_gpus)
+        self.check_shares(max(self.num_gpus, 1))
 
     @property
     def net_image_size(self) -> int:
@@ -452,7 +451,7 @@ class TrainConfig(  # dataclasses puts the fields of the last base first
 
     def default_num_towers(self, num_devices: int) -> int:
         """Return the largest number of towers on so many devices that can share a batch."""
-        for num_towers in range(num_devices, 0, -1):
+        for num_towers in range(num_devices, 1, -1):
             if not self.describe_uneven_shares(num_towers):
                 return num_towers
         return 1

@@ -50,6 +50,7 @@ REFUSALS = {  # what a program's message must mention
         ),
         (["--batch_size=3", "--num_gpus=8"], "8 towers; 8 can"),
         (["--batch_size=100", "--num_gpus=2", "--micro_batches=3"], "96 and 102"),
+        (["--batch_size=98", "--micro_batches=4"], "1 tower in 4 micro-batches each; 96 and 100"),
         # combinations that would silently train something else
         (["--image_size_schedule=0=8"], "image_size_schedule=0=8"),
         (["--recipe=speed94", "--image_size=64"], "image_size=64"),
@@ -222,7 +223,7 @@ def test_cifarnet_trains_100_000_steps_as_the_tutorial_does():
         ({"batch_size": 1024}, 7, 4),
         ({"batch_size": 1024}, 8, 8),
         ({"batch_size": 1000}, 7, 5),
-        ({"batch_size": 1001, "micro_batches": 2}, 2, 1),  # no number divides it
+        ({"batch_size": 1002, "micro_batches": 2}, 2, 1),
     ],
 )
 def test_default_number_of_towers_divides_the_batch(settings, devices, towers):
