@@ -256,7 +256,10 @@ def launch(config: programs.LaunchConfig) -> int:
     the last checkpoint, up to --max_restarts times.
     """
     strategy = ["--strategy=multi_worker"] if config.num_workers else []
-    training = parse_command_line(TrainConfig, [*config.command, *strategy])
+    flags = [*strategy, *config.command]
+    training = parse_command_line(TrainConfig, flags)
+    if config.num_workers and training.strategy != "multi_worker":
+        raise UsageError(f"strategy={training.strategy} has no workers; leave that flag out")
     if training.overwrite:
         raise UsageError(
             "--overwrite would delete the run again at each restart; delete its directory yourself"
@@ -266,7 +269,7 @@ def launch(config: programs.LaunchConfig) -> int:
     else:
         resolve_cluster(training, os.environ)
     return launcher.launch(
-        [*TRAIN_COMMAND, *config.command], config.num_workers, config.max_restarts, log.info
+        [*TRAIN_COMMAND, *flags], config.num_workers, config.max_restarts, log.info
     )
 
 

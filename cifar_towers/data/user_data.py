@@ -90,8 +90,7 @@ def locate(prefix: str, root: Path) -> Callable[[int, Sequence[str]], dict[str, 
             _check_every_class_is_trained(class_names, splits["train"])
     except FileNotFoundError as error:
         raise DataError(
-            f"dataset={prefix}{root}: {error}; give --dataset={prefix}<path> with the path where "
-            "it is now"
+            f"dataset={prefix}{root}: {error}; give --dataset={prefix}<path> with its present path"
         ) from error
     except (OSError, ValueError, csv.Error) as error:
         raise DataError(f"dataset={prefix}{root}: {error}") from error

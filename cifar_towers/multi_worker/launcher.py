@@ -115,7 +115,7 @@ def _start_all(command: Sequence[str], count: int) -> list[Started]:
         if gpus_of_worker:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of_worker)
         started = _start(
-            [*command, "--strategy=multi_worker"],
+            command,
             environment,
             "" if index == 0 else f"worker {index}: ",
         )

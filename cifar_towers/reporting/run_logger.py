@@ -112,9 +112,10 @@ class RunLogger:
         )
         images = count(len(dataset.train.labels), "training image")
         steps = count(self.length.last, "step")
+        steps_per_epoch = count(self.length.steps_per_epoch, "step")
         self.log(
             f"{dataset.name}: {images}; {steps} of {config.batch_size:,} images, "
-            f"{self.length.steps_per_epoch} steps per epoch; writing to {config.directory}"
+            f"{steps_per_epoch} per epoch; writing to {config.directory}"
         )
 
     def open(self, step: int, lineage: Sequence[str]) -> None:

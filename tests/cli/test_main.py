@@ -181,6 +181,7 @@ def test_an_abort_while_tensorflow_is_imported_loses_no_message(tmp_path):
         (["--", "--strategy=multi_worker"], "TF_CONFIG='{"),
         (["--", "--seeds=0,x"], "seeds=0,x"),
         (["--", "--overwrite"], "--overwrite"),
+        (["--num_workers=2", "--", "--strategy=mirrored"], "strategy=mirrored"),
     ],
 )
 def test_launcher_checks_the_flags_of_the_training(monkeypatch, arguments, mention):
@@ -195,4 +196,4 @@ def test_workers_train_the_default_recipe(monkeypatch):
     )
     assert call(monkeypatch, "launch", "--num_workers=2") == 0
     # the program then chooses the recipe
-    assert commands == [[sys.executable, "-m", "cifar_towers", "train"]]
+    assert commands == [[sys.executable, "-m", "cifar_towers", "train", "--strategy=multi_worker"]]

@@ -77,7 +77,7 @@ def test_workers_get_a_cluster_and_a_share_of_the_cores(launch, monkeypatch, cap
 
     assert code == 0
     assert sorted(line[0] for line in starts) == ["0", "1"]
-    assert [line[2:] for line in starts] == [["--flag", "--strategy=multi_worker"]] * 2
+    assert [line[2:] for line in starts] == [["--flag"]] * 2
 
     printed = capfd.readouterr()
     first = json.loads(printed.out)
