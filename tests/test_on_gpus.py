@@ -49,8 +49,8 @@ def test_row_of_the_table():
         assert cell in row
 
     # of 1,024 and of 128 images
-    assert "ours 10.2, ours-xla 2.0 ms |" in row
-    assert "ours 1.3, ours-xla 0.3 ms" in row
+    assert "speed94 at 32x32: ours 10.2, ours-xla 2.0 |" in row
+    assert "cifarnet: ours 1.3, ours-xla 0.3; resnet20: " in row
 
     page = on_gpus.add_row(on_gpus.TABLE.read_text(), row)
     assert f"\n{on_gpus.HEADER}\n| --- |" in page

@@ -143,7 +143,7 @@ class RunSettings(Settings):
     )
     train_dir: str = setting(
         "",
-        "directory that the run writes to; default: runs/<recipe>-seed<seed>, where other data "
+        "directory that the run writes to; default: runs/<recipe>-seed<seed>, where data other "
         "than CIFAR-10 adds -<dataset> to the recipe, and --init_from adds -from-<run>",
         scope=PROCESS,
     )
@@ -165,8 +165,7 @@ class RunSettings(Settings):
     epochs: float = setting(8.0, "number of passes over the training set", low=1e-6, high=1e6)
     max_steps: int = setting(
         0,
-        "end the run after N steps, with its evaluation; schedules still follow --epochs; 0: no "
-        "limit",
+        "end the run after N steps and evaluate it; schedules still follow --epochs; 0: no limit",
         low=0,
         scope=EXPERIMENT,
     )
