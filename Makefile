@@ -92,7 +92,7 @@ lint: .venv/dev-ready  ## check style and docstrings (ruff) and types (mypy)
 	@$(BIN)/mypy
 
 format: .venv/dev-ready  ## fix style (ruff)
-	@$(BIN)/ruff check --fix --exit-zero --quiet .
+	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check .
 

@@ -61,11 +61,11 @@ def train(recipe: str | None = None, *, callbacks: Sequence[Any] = (), **setting
       TypeError: there is no such setting.
       KeyboardInterrupt: there was no step to save yet, or it is the second interrupt.
     """
-    config = make_config(TrainConfig, {"recipe": recipe, **settings})
-    if config.seeds:
+    if settings.get("seeds"):
         raise UsageError(
             "seeds works only with the command cifar-towers; here, call train once for each seed"
         )
+    config = make_config(TrainConfig, {"recipe": recipe, **settings})
     if config.strategy == "multi_worker":
         raise UsageError("strategy=multi_worker works only with the command cifar-towers")
     with _visible_log():

@@ -193,7 +193,7 @@ def test_the_settings_of_the_callers_keras_change_nothing_and_are_kept(run, smal
     ("act", "backend", "message"),
     [
         (lambda run: cifar_towers.load_run("nowhere"), "tensorflow", "nowhere"),
-        (lambda run: cifar_towers.train(seeds="0,1"), "tensorflow", "seeds"),
+        (lambda run: cifar_towers.train(seeds=[0, 1]), "tensorflow", "only with the command"),
         (
             lambda run: cifar_towers.train(strategy="multi_worker"),
             "tensorflow",
