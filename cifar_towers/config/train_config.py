@@ -86,8 +86,8 @@ class TowerSettings(DeviceSettings):
 
     num_gpus: int = setting(
         0,
-        "number of towers (in a cluster, per worker); 0: one per GPU, without GPUs two (in a "
-        "cluster, one), or fewer if that number does not divide the batch evenly",
+        "number of towers (in a cluster, per worker); 0: one per GPU, or two on a CPU (in a "
+        "cluster, one); fewer if that number does not divide the batch evenly",
         low=0,
         scope=EXPERIMENT,
     )
@@ -147,7 +147,9 @@ class RunSettings(Settings):
         "than CIFAR-10 adds -<dataset> to the recipe, and --init_from adds -from-<run>",
         scope=PROCESS,
     )
-    overwrite: bool = setting(False, "delete the run in train_dir and start again", scope=PROCESS)
+    overwrite: bool = setting(
+        False, "delete the run in train_dir, except its exports, and start again", scope=PROCESS
+    )
     seed: int = setting(
         0, "seed of data order, augmentation and weights", low=0, high=2**31 - 1, scope=SEED
     )
@@ -351,8 +353,8 @@ class ReportSettings(Settings):
     )
     summary_every_steps: int = setting(
         100,
-        "write histograms and images every N steps, and scalars ten times as often; 0: only at the "
-        "last step",
+        "write histograms and images every N steps, and most scalars ten times as often; 0: only "
+        "at the last step",
         low=0,
         scope=RUN,
     )
