@@ -258,13 +258,13 @@ def launch(config: programs.LaunchConfig) -> int:
     strategy = ["--strategy=multi_worker"] if config.num_workers else []
     flags = [*strategy, *config.command]
     training = parse_command_line(TrainConfig, flags)
-    if config.num_workers and training.strategy != "multi_worker":
-        raise UsageError(f"strategy={training.strategy} has no workers; leave that flag out")
     if training.overwrite:
         raise UsageError(
             "--overwrite would delete the run again at each restart; delete its directory yourself"
         )
     if config.num_workers:
+        if training.strategy != "multi_worker":
+            raise UsageError(f"strategy={training.strategy} has no workers; leave that flag out")
         training.check_shares(max(training.num_gpus, 1) * config.num_workers)
     else:
         resolve_cluster(training, os.environ)

@@ -114,11 +114,7 @@ def _start_all(command: Sequence[str], count: int) -> list[Started]:
         gpus_of_worker = _share(gpus, index, count)
         if gpus_of_worker:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of_worker)
-        started = _start(
-            command,
-            environment,
-            "" if index == 0 else f"worker {index}: ",
-        )
+        started = _start(command, environment, "" if index == 0 else f"worker {index}: ")
         cores_of_worker = _share(cores, index, count)
         if cores_of_worker:
             with contextlib.suppress(ProcessLookupError):

@@ -97,7 +97,8 @@ def test_a_diverged_run_saves_no_nonfinite_values(tmp_path):
     with pytest.raises(DivergedError, match="in a row.*--learning_rate .*--overwrite"):
         run(TINY, tmp_path, learning_rate=1e38, checkpoint_every_steps=1, summary_every_steps=1)
     assert_finite(tmp_path)
-    assert records_of(tmp_path, "train")[-1]["skipped_steps"] == 3  # the step that ended it
+    skipped_steps = [record["skipped_steps"] for record in records_of(tmp_path, "train")]
+    assert skipped_steps == [0, 1, 2, 3]  # also of the step that ended it
 
 
 def test_a_save_that_finds_a_nonfinite_value_ends_the_run_and_names_it(tmp_path):
